@@ -1,0 +1,1 @@
+"""Mesh of process groups, recorded collectives and hang diagnosis."""

@@ -1,0 +1,3 @@
+"""Pruning, distillation and quantization: planned, exports nothing yet."""
+
+__all__: list[str] = []

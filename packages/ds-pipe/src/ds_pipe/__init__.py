@@ -1,0 +1,3 @@
+"""Automatic partitioning, placement, pipeline schedules, executor and simulator: planned, exports nothing yet."""
+
+__all__: list[str] = []

@@ -1,0 +1,3 @@
+"""SFT, reward models, PPO, DPO and GRPO: planned, exports nothing yet."""
+
+__all__: list[str] = []

@@ -1,0 +1,1 @@
+"""Typed contracts of ds: msgspec structs, codecs and the event stream."""

@@ -1,0 +1,1 @@
+"""One initialize() over the ds packages, driven by DeepSpeed's JSON."""
