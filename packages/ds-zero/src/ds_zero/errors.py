@@ -1,0 +1,13 @@
+"""What ds-zero raises beyond ValueError and TypeError."""
+
+
+class ZeroError(RuntimeError):
+    """Any failure of the sharding engine."""
+
+
+class NonFiniteGradientError(ZeroError):
+    """The global gradient norm is infinite or NaN; no rank has changed its weights."""
+
+
+class InternalError(ZeroError):
+    """A broken invariant of the engine itself, never the caller's mistake."""

@@ -1,0 +1,186 @@
+"""The hooks that tie the engine to forward and backward of the user's modules, behind removable handles."""
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.graph import register_multi_grad_hook
+
+from ds_zero.gatherer import Gatherer, Unit
+
+
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """Every tensor in nested tuples, lists, dicts and dataclass-like outputs."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from tensors_in(item)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from tensors_in(item)
+    elif hasattr(value, "__dataclass_fields__"):
+        for field in value.__dataclass_fields__:
+            yield from tensors_in(getattr(value, field, None))
+
+
+def differentiable(value: Any) -> list[torch.Tensor]:
+    """The tensors in ``value`` through which gradients flow."""
+    return [tensor for tensor in tensors_in(value) if tensor.requires_grad]
+
+
+class Backward:
+    """Life of one backward, at stage 3: units come back when a gradient reaches them and go when done."""
+
+    def __init__(
+        self, gatherer: Gatherer, begin: Callable[[], None], is_done: Callable[[Unit], bool]
+    ) -> None:
+        self._gatherer = gatherer
+        self._begin = begin
+        self._is_done = is_done
+        self._uses = itertools.count()
+        self._held: list[Unit] = []
+
+    def watch(self, units: Sequence[Unit], inputs: Any, outputs: Any) -> None:
+        """Gather ``units`` when a gradient reaches ``outputs``; let go when all ``inputs`` have theirs."""
+        reached = differentiable(outputs)
+        if not reached:
+            return
+        use = next(self._uses)
+        left = differentiable(inputs)
+
+        def enter(_: torch.Tensor) -> None:
+            self._begin()
+            for unit in units:
+                self._enter(unit, use, tracked=bool(left))
+
+        def leave(_: Sequence[torch.Tensor | None]) -> None:
+            for unit in units:
+                unit.backward_uses.discard(use)
+                self.settle(unit)
+
+        register_multi_grad_hook(reached, enter, mode="any")
+        if left:
+            register_multi_grad_hook(left, leave, mode="all")
+
+    def _enter(self, unit: Unit, use: int, *, tracked: bool) -> None:
+        if tracked:
+            unit.backward_uses.add(use)
+        if not unit.in_backward:
+            unit.in_backward = True
+            self._held.append(unit)
+            self._gatherer.pin(unit)
+
+    def ensure(self, unit: Unit, _: torch.Tensor) -> None:
+        """Have ``unit`` gathered: autograd is about to put a gradient on one of its parameters."""
+        self._begin()
+        self._enter(unit, -1, tracked=False)
+
+    def settle(self, unit: Unit) -> None:
+        """Release ``unit`` if no use of it is under way and all gradients that came last time have arrived."""
+        if unit.in_backward and not unit.backward_uses and self._is_done(unit):
+            unit.in_backward = False
+            self._held.remove(unit)
+            self._gatherer.unpin(unit)
+
+    def end(self) -> None:
+        """Release whatever backward still holds."""
+        for unit in self._held:
+            unit.in_backward = False
+            unit.backward_uses.clear()
+            self._gatherer.unpin(unit)
+        self._held.clear()
+        self._gatherer.end_pass()
+
+
+class ModuleBracket:
+    """Gathers units around the forward of one module.
+
+    Args:
+        module: the module to watch.
+        units: what its forward needs.
+        on_demand: only when the units are not gathered already (a module of the root unit that is called
+            on its own).
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        units: Sequence[Unit],
+        gatherer: Gatherer,
+        backward: Backward,
+        *,
+        on_demand: bool,
+    ) -> None:
+        self._units = tuple(units)
+        self._gatherer = gatherer
+        self._backward = backward
+        self._on_demand = on_demand
+        self._entered: list[tuple[Unit, ...]] = []
+        self.handles = [
+            module.register_forward_pre_hook(self._before, prepend=True),
+            module.register_forward_hook(self._after, with_kwargs=True, always_call=True),
+        ]
+
+    def _before(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+        wanted = tuple(unit for unit in self._units if not (self._on_demand and unit.pins))
+        self._entered.append(wanted)
+        for unit in wanted:
+            self._gatherer.pin(unit)
+
+    def _after(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        entered = self._entered.pop()
+        if entered and torch.is_grad_enabled():
+            self._backward.watch(entered, (args, kwargs), output)
+        for unit in entered:
+            self._gatherer.unpin(unit)
+
+
+class StateDictBracket:
+    """Gathers a unit while its module is saved or loaded, so both see whole parameters."""
+
+    def __init__(self, module: nn.Module, unit: Unit, gatherer: Gatherer) -> None:
+        self._unit = unit
+        self._gatherer = gatherer
+        self._owned = {id(parameter) for flat in unit.flats for parameter in flat.parameters}
+        self.handles = [
+            module.register_state_dict_pre_hook(self._before_save),
+            module.register_state_dict_post_hook(
+                partial(self._after_save)
+            ),  # torch marks the hook, a method cannot be
+            module.register_load_state_dict_pre_hook(self._before_load),
+            module.register_load_state_dict_post_hook(self._after_load),
+        ]
+
+    def _before_save(self, module: nn.Module, prefix: str, keep_vars: bool) -> None:
+        self._gatherer.pin(self._unit)
+
+    def _after_save(self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+        for name, parameter in module.named_parameters(remove_duplicate=False):
+            value = state.get(prefix + name)
+            if id(parameter) in self._owned and value is not None and value is not parameter:
+                state[prefix + name] = value.clone()
+        self._gatherer.unpin(self._unit)
+
+    def _before_load(self, module: nn.Module, *_: Any) -> None:
+        self._gatherer.pin(self._unit)
+
+    def _after_load(self, module: nn.Module, incompatible: Any) -> None:
+        with torch.no_grad():
+            for flat in self._unit.flats:
+                flat.commit()
+        self._gatherer.unpin(self._unit)
+
+
+def cast_floating(value: Any, dtype: torch.dtype) -> Any:
+    """``value`` with every floating tensor in tuples, lists and dicts cast to ``dtype``."""
+    if isinstance(value, torch.Tensor):
+        return value.to(dtype) if value.is_floating_point() else value
+    if type(value) in (list, tuple):
+        return type(value)(cast_floating(item, dtype) for item in value)
+    if type(value) is dict:
+        return {key: cast_floating(item, dtype) for key, item in value.items()}
+    return value
