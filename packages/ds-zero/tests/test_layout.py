@@ -1,9 +1,10 @@
 """Laws of the flat layout."""
 
 import pytest
-from ds_zero.layout import ALIGN_NUMEL, plan_flat_layout, round_up
 from hypothesis import given
 from hypothesis import strategies as st
+
+from ds_zero.layout import ALIGN_NUMEL, plan_flat_layout, round_up
 
 SHAPES = st.lists(st.lists(st.integers(0, 40), max_size=3).map(tuple), max_size=8)
 

@@ -1,10 +1,11 @@
 """Shard in one process: settings, refusals, and torch's semantics of gradients."""
 
-import ds_zero
 import pytest
 import torch
-from ds_zero.testing import OddModel, odd_batches, odd_optimizer
 from torch import nn
+
+import ds_zero
+from ds_zero.testing import OddModel, odd_batches, odd_optimizer
 
 STAGES = pytest.mark.parametrize("stage", [0, 1, 2, 3])
 
@@ -64,7 +65,7 @@ def test_an_optimizer_that_has_stepped_is_refused():
 
 
 def test_a_closure_and_a_late_parameter_group_are_refused():
-    model, optimizer = sharded()
+    _, optimizer = sharded()
     with pytest.raises(ds_zero.ZeroError, match="closure"):
         optimizer.step(lambda: 0.0)
     with pytest.raises(ds_zero.ZeroError, match="parameter group"):

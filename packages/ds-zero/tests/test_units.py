@@ -1,8 +1,9 @@
 """Laws of the split into units."""
 
 import pytest
-from ds_zero.units import merge_small_units, plan_units
 from torch import nn
+
+from ds_zero.units import merge_small_units, plan_units
 
 
 class Block(nn.Module):

@@ -1,11 +1,11 @@
-"""Bytes: what a sharded model holds on this rank, counted tensor by tensor, and what it would hold, planned."""
+"""Bytes a sharded model holds on this rank, counted tensor by tensor, and bytes it would hold, planned."""
 
 from collections.abc import Iterable, Sequence
 
-import ds_spec
 import torch
 from torch import nn
 
+import ds_spec
 from ds_zero.config import Precision, ZeroOptions, check_options
 from ds_zero.engine import engine_of
 from ds_zero.layout import FlatLayout, plan_flat_layout

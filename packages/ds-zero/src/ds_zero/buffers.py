@@ -3,6 +3,7 @@
 import time
 
 import torch
+
 from ds_comm import Communicator
 from ds_spec import MemoryEvent, events
 

@@ -1,4 +1,4 @@
-"""The engine behind one sharded model: its flats, hooks and optimizer, composed; and how to take it off again."""
+"""The engine behind one sharded model: flats, hooks and optimizer, composed, and how to take it off."""
 
 import logging
 import weakref
@@ -7,10 +7,10 @@ from functools import partial
 from typing import Any
 
 import torch
-from ds_comm import Communicator, Mesh
 from torch import nn
 from torch.autograd import Variable
 
+from ds_comm import Communicator, Mesh
 from ds_zero.buffers import BufferPool, Ledger
 from ds_zero.config import ZeroOptions
 from ds_zero.deferred import is_deferred, materialize
@@ -128,8 +128,7 @@ class Engine:
                 value = value.to(self.comm.device, dtype if value.is_floating_point() else None)
                 parameter.data = self._as_rank_0(value, name)
                 self.ledger.add("parameters", parameter.nbytes)
-        for name, holder, key in _buffers(self.model):
-            buffer = holder._buffers[key]
+        for name, holder, key, buffer in _buffers(self.model):
             value = materialize([buffer])[0] if is_deferred(buffer) else buffer
             holder._buffers[key] = self._as_rank_0(value.to(self.comm.device), name)
             self.ledger.add("buffers", value.nbytes)
@@ -317,9 +316,9 @@ def replace_deferred(
     return origins
 
 
-def _buffers(model: nn.Module) -> list[tuple[str, nn.Module, str]]:
+def _buffers(model: nn.Module) -> list[tuple[str, nn.Module, str, torch.Tensor]]:
     return [
-        (f"{name}.{key}" if name else key, module, key)
+        (f"{name}.{key}" if name else key, module, key, buffer)
         for name, module in model.named_modules()
         for key, buffer in module._buffers.items()
         if buffer is not None

@@ -3,8 +3,8 @@
 import enum
 
 import torch
-from ds_comm import Handle
 
+from ds_comm import Handle
 from ds_zero.buffers import BufferPool, Ledger
 from ds_zero.config import ZeroOptions
 from ds_zero.parameters import FlatParameters
@@ -193,13 +193,13 @@ class FlatGradients:
         """
         if self.shard is None or self.full is None:
             return None
-        if self.flat.dtype is torch.float32:
-            self.whole = self.full
-        elif self.whole is None:
-            self.whole = self.flat.comm.allocate(self.flat.layout.padded_numel, torch.float32)
-            self._ledger.add("gradients", self.whole.nbytes)
-        self.flat.comm.all_gather(self.whole, self.shard, tag=f"{self.flat.label} reduced gradients")
-        return self.whole
+        whole = self.full if self.flat.dtype is torch.float32 else self.whole
+        if whole is None:
+            whole = self.flat.comm.allocate(self.flat.layout.padded_numel, torch.float32)
+            self._ledger.add("gradients", whole.nbytes)
+        self.flat.comm.all_gather(whole, self.shard, tag=f"{self.flat.label} reduced gradients")
+        self.whole = whole
+        return whole
 
     def zero(self) -> None:
         """Forget every gradient; memory stays for the next backward."""

@@ -80,7 +80,7 @@ class Backward:
         self._enter(unit, -1, tracked=False)
 
     def settle(self, unit: Unit) -> None:
-        """Release ``unit`` if no use of it is under way and all gradients that came last time have arrived."""
+        """Release ``unit`` if no use of it is under way and the gradients that came last time are here."""
         if unit.in_backward and not unit.backward_uses and self._is_done(unit):
             unit.in_backward = False
             self._held.remove(unit)

@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from ds_comm import Communicator
 from torch import nn
 
+from ds_comm import Communicator
 from ds_zero.config import ZeroOptions
 from ds_zero.errors import NonFiniteGradientError, ZeroError
 from ds_zero.gradients import FlatGradients
@@ -38,7 +38,7 @@ class OwnedPiece:
         self.parameter = nn.Parameter(flat.view(flat.master, offset, piece.numel))
 
     def bind_gradient(self, source: torch.Tensor | None) -> None:
-        """Point the optimizer parameter at its part of ``source``, the reduced gradient of the stepped range."""
+        """Point the optimizer parameter at its part of ``source``, the gradient of the stepped range."""
         if source is None:
             self.parameter.grad = None
             return
@@ -47,7 +47,7 @@ class OwnedPiece:
 
 
 def own_pieces(gradients: Sequence[FlatGradients]) -> dict[int, OwnedPiece | None]:
-    """For every trainable parameter, by ``id``, the piece this rank steps, or ``None`` if it owns no element."""
+    """For every trainable parameter, by ``id``, the piece this rank steps, ``None`` if it owns no element."""
     owned: dict[int, OwnedPiece | None] = {}
     for gradient in gradients:
         for parameter in gradient.flat.parameters:
@@ -60,7 +60,7 @@ def own_pieces(gradients: Sequence[FlatGradients]) -> dict[int, OwnedPiece | Non
 
 
 class ShardedOptimizer(torch.optim.Optimizer):
-    """Drop-in for the optimizer it wraps; ``param_groups`` are the very same dicts, so schedulers work on both.
+    """Drop-in for the optimizer it wraps; ``param_groups`` are the same dicts, so schedulers work on both.
 
     Attributes:
         grad_norm: global gradient norm of the last step before clipping.
@@ -271,7 +271,8 @@ def _known(parameters: Sequence[nn.Parameter], owned: Mapping[int, Any]) -> Iter
             yield parameter
         elif parameter.requires_grad:
             raise ValueError(
-                f"the optimizer holds a parameter of shape {tuple(parameter.shape)} that is not in the model; "
+                f"the optimizer holds a parameter of shape {tuple(parameter.shape)} "
+                "that is not in the model; "
                 "build the optimizer from model.parameters() of the model given to shard()"
             )
 

@@ -4,9 +4,9 @@ import enum
 from collections.abc import Sequence
 
 import torch
-from ds_comm import Communicator, Handle
 from torch import nn
 
+from ds_comm import Communicator, Handle
 from ds_zero.buffers import Ledger
 from ds_zero.config import ZeroOptions
 from ds_zero.errors import InternalError

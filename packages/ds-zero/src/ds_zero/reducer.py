@@ -4,7 +4,6 @@ from collections import deque
 from collections.abc import Sequence
 
 from ds_comm import Communicator
-
 from ds_zero.gradients import FlatGradients
 
 # Reductions in flight. Two overlap one another and the backward; more only hold more memory.

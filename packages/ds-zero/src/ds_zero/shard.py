@@ -4,9 +4,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
-from ds_comm import Mesh
 from torch import nn
 
+from ds_comm import Mesh
 from ds_zero.config import Precision, check_options
 from ds_zero.engine import ATTRIBUTE, PARAMETER_ATTRIBUTE, Engine, engine_of
 from ds_zero.errors import ZeroError
@@ -49,7 +49,7 @@ def shard(
             ``ModuleList``s and ``Sequential``s.
         max_gathered_units: at stage 3, look ahead only while fewer units than this are gathered.
         bucket_numel: at stages 0 to 2, neighbouring units below this many elements are reduced together.
-        on_nonfinite: ``"raise"`` or ``"skip"`` when the gradient norm is not finite; weights stay as they are.
+        on_nonfinite: ``"raise"`` or ``"skip"`` when the gradient norm is not finite; weights stay.
 
     Returns:
         The model, and the optimizer to step; both drop-in.
@@ -123,9 +123,9 @@ def gathered(parameters: nn.Parameter | Iterable[nn.Parameter], *, src: int | No
 
 def _holder(parameter: nn.Parameter) -> tuple[Engine, Unit] | None:
     reference = getattr(parameter, PARAMETER_ATTRIBUTE, None)
-    engine = reference() if reference is not None else None
+    engine: Engine | None = reference() if reference is not None else None
     unit = engine.unit_of(parameter) if engine is not None else None
-    return None if unit is None else (engine, unit)
+    return None if engine is None or unit is None else (engine, unit)
 
 
 def full_state_dict(model: nn.Module, *, rank0_only: bool = False) -> dict[str, torch.Tensor]:

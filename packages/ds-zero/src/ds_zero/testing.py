@@ -44,6 +44,7 @@ class OddModel(nn.Module):
         self.head.weight = self.embed.weight
         self.empty = nn.Parameter(torch.zeros(0, 3))
         self.frozen = nn.Parameter(torch.full((width,), 0.5), requires_grad=False)
+        self.scale: torch.Tensor
         self.register_buffer("scale", torch.tensor(1.25))
         self.recompute = recompute
         self.skip = skip

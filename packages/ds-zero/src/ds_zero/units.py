@@ -96,12 +96,15 @@ def _outermost_stacks(model: nn.Module, total: int) -> Iterator[tuple[str, nn.Mo
     pending: list[tuple[str, nn.Module]] = [("", model)]
     while pending:
         name, module = pending.pop(0)
-        if isinstance(module, (nn.ModuleList, nn.Sequential)) and len(module) > 1:
-            if sum(p.numel() for p in module.parameters()) >= STACK_SHARE * total:
-                yield name, module
-                continue
+        if _is_stack(module) and sum(p.numel() for p in module.parameters()) >= STACK_SHARE * total:
+            yield name, module
+            continue
         children = list(module.named_children())
         pending[:0] = [(f"{name}.{child}" if name else child, value) for child, value in children]
+
+
+def _is_stack(module: nn.Module) -> bool:
+    return isinstance(module, (nn.ModuleList, nn.Sequential)) and len(module) > 1
 
 
 def _owners(model: nn.Module, unit_names: Sequence[str]) -> dict[str, tuple[str, set[str]]]:
