@@ -1,4 +1,4 @@
-"""What the documents say compiles, leads somewhere, and is about the project rather than about one machine."""
+"""What the documents say compiles, leads somewhere, and names no single machine."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import warnings
 from pathlib import Path
 
 import pytest
+
 import workspace
 
 TRACKED = workspace.tracked_files()

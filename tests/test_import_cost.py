@@ -20,7 +20,7 @@ HEAVY = ("torch", "numpy", "pydantic", "transformers", "rich", "typer", "msgspec
 
 
 def new_modules(statement: str, *, after: str = "pass") -> list[str]:
-    """Run ``after`` and then ``statement`` in a fresh interpreter; return the modules that the second added."""
+    """Run ``after`` and then ``statement`` in a fresh interpreter; return what the second added."""
     code = (
         f"import sys, json\n{after}\nbefore = set(sys.modules)\n{statement}\n"
         "print(json.dumps(sorted(set(sys.modules) - before)))"

@@ -8,8 +8,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import workspace
 from importlinter.cli import lint_imports
+
+import workspace
 
 LAYERS = "layers"
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 
 import pytest
+
 import workspace
 
 SNAPSHOT = workspace.ROOT / "tests" / "snapshots" / "public_names.json"

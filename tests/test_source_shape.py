@@ -6,6 +6,7 @@ import ast
 from collections.abc import Iterator
 
 import pytest
+
 import workspace
 
 MAX_FILE_LINES = 500

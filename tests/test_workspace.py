@@ -7,6 +7,7 @@ import re
 import subprocess
 
 import pytest
+
 import workspace
 
 MEMBERS = workspace.members()
@@ -82,3 +83,10 @@ def test_config_files_of_one_kind_agree_on_the_python_version() -> None:
     floor = workspace.root_table()["project"]["requires-python"].removeprefix(">=")
     assert workspace.root_table()["tool"]["pyright"]["pythonVersion"] == floor
     assert workspace.root_table()["tool"]["ruff"]["target-version"] == "py" + floor.replace(".", "")
+
+
+@each_member
+def test_pyright_looks_at_the_library_code(member: workspace.Member) -> None:
+    # Plain folders: pyright finds nothing under `packages/*/src`, and says so nowhere.
+    included = [workspace.ROOT / folder for folder in workspace.root_table()["tool"]["pyright"]["include"]]
+    assert any(member.source.is_relative_to(folder) for folder in included)
