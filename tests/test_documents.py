@@ -29,7 +29,6 @@ REGISTRY_HOSTS = [
         ("npmjs", "org"),
         ("npmjs", "com"),
         ("deb", "debian", "org"),
-        ("astral", "sh"),
     )
 ]
 FORBIDDEN = re.compile("|".join(MACHINE_FOLDERS + REGISTRY_HOSTS))
