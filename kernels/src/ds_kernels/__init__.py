@@ -1,3 +1,3 @@
-"""Framework for custom operators with automatic gradients, and the operators: planned, exports nothing yet."""
+"""Custom operators with automatic gradients: a framework, and the operators. Planned, exports nothing yet."""
 
 __all__: list[str] = []

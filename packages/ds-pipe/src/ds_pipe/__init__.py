@@ -1,3 +1,3 @@
-"""Automatic partitioning, placement, pipeline schedules, executor and simulator: planned, exports nothing yet."""
+"""Partitioning, placement, pipeline schedules, their executor and simulator. Planned, exports nothing yet."""
 
 __all__: list[str] = []
