@@ -1,1 +1,22 @@
 """Mesh of process groups, recorded collectives and hang diagnosis."""
+
+from ds_comm.communicator import Communicator, Handle
+from ds_comm.errors import CollectiveMismatchError, CommError, PeerLostError, StalledError
+from ds_comm.loopback import Loopback
+from ds_comm.mesh import Mesh
+from ds_comm.world import World, init, is_initialized, shutdown
+
+__all__ = [
+    "CollectiveMismatchError",
+    "CommError",
+    "Communicator",
+    "Handle",
+    "Loopback",
+    "Mesh",
+    "PeerLostError",
+    "StalledError",
+    "World",
+    "init",
+    "is_initialized",
+    "shutdown",
+]

@@ -1,0 +1,135 @@
+"""How each collective travels over ``torch.distributed``: the works to wait for, and what to do after.
+
+Over gloo the moves are built from the operations that copy least there (``docs/results.md``): an all-gather
+is one broadcast per owner straight into its slice, a reduce-scatter an all-to-all into scratch and a local
+sum in rank order. On devices NCCL's own are used.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+
+
+class Work(Protocol):
+    """The part of a torch work that waiting needs."""
+
+    def wait(self, timeout: object = ...) -> bool: ...
+    def is_completed(self) -> bool: ...
+
+
+Posted = tuple[list[Work], Callable[[], None] | None]
+
+
+class Scratch:
+    """Receive buffers by dtype, kept at the largest size asked for; several in flight get several."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._free: dict[torch.dtype, list[torch.Tensor]] = {}
+
+    def take(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """At least ``numel`` elements with unspecified contents."""
+        free = self._free.setdefault(dtype, [])
+        fitting = [index for index, buffer in enumerate(free) if buffer.numel() >= numel]
+        if fitting:
+            return free.pop(min(fitting, key=lambda index: free[index].numel()))
+        if free:
+            free.pop()  # the larger one below takes its place
+        return torch.empty(numel, dtype=dtype, device=self._device)
+
+    def give(self, buffer: torch.Tensor) -> None:
+        """Return a buffer."""
+        self._free[buffer.dtype].append(buffer)
+
+
+class GlooWire:
+    """Moves for one group on CPU tensors."""
+
+    def __init__(
+        self, group: dist.ProcessGroup, rank: int, ranks: Sequence[int], device: torch.device
+    ) -> None:
+        self.group = group
+        self.rank = rank
+        self.ranks = tuple(ranks)
+        self.world_size = len(ranks)
+        self._scratch = Scratch(device)
+
+    def all_gather(self, flat: torch.Tensor, shard: torch.Tensor) -> Posted:
+        """Fill every slice of ``flat`` from its owner."""
+        slices = flat.chunk(self.world_size)
+        if slices[self.rank].data_ptr() != shard.data_ptr():
+            slices[self.rank].copy_(shard)
+        works = [self._broadcast(part, source) for source, part in enumerate(slices)]
+        return works, None
+
+    def broadcast(self, tensor: torch.Tensor, src: int) -> Posted:
+        """Copy ``tensor`` from group rank ``src``."""
+        return [self._broadcast(tensor.view(-1), src)], None
+
+    def _broadcast(self, flat: torch.Tensor, src: int) -> Work:
+        # As bytes, so that every dtype travels.
+        data = flat.view(torch.uint8)
+        return dist.broadcast(data, self.ranks[src], group=self.group, async_op=True)  # type: ignore[return-value]
+
+    def reduce_scatter(self, shard: torch.Tensor, flat: torch.Tensor, *, mean: bool) -> Posted:
+        """Sum everybody's slice of this rank into ``shard``, in rank order."""
+        received = self._scratch.take(flat.numel(), flat.dtype)
+        pieces = received[: flat.numel()]
+        work = dist.all_to_all_single(
+            pieces.view(torch.uint8), flat.view(torch.uint8), group=self.group, async_op=True
+        )
+
+        def add() -> None:
+            sum_in_order(pieces.chunk(self.world_size), out=shard, mean=mean)
+            self._scratch.give(received)
+
+        return [work], add  # type: ignore[list-item]
+
+    def all_to_all(self, output: torch.Tensor, source: torch.Tensor) -> Posted:
+        """Slice ``i`` of ``source`` goes to rank ``i``."""
+        work = dist.all_to_all_single(
+            output.view(torch.uint8), source.view(torch.uint8), group=self.group, async_op=True
+        )
+        return [work], None  # type: ignore[list-item]
+
+    def all_reduce(self, flat: torch.Tensor, *, mean: bool) -> Posted:
+        """Sum small tensors; one round of latency, sums in gloo's order."""
+        work = dist.all_reduce(flat, group=self.group, async_op=True)
+        return [work], (lambda: _scale(flat, self.world_size)) if mean else None  # type: ignore[return-value]
+
+
+class DeviceWire(GlooWire):
+    """The same moves by the device's own library (NCCL), which has in-place, true collectives."""
+
+    def all_gather(self, flat: torch.Tensor, shard: torch.Tensor) -> Posted:
+        """Fill every slice of ``flat`` from its owner."""
+        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+        return [gather(flat, shard, group=self.group, async_op=True)], None
+
+    def reduce_scatter(self, shard: torch.Tensor, flat: torch.Tensor, *, mean: bool) -> Posted:
+        """Sum everybody's slice of this rank into ``shard``; exchanged and summed here when it is wider."""
+        if shard.dtype is not flat.dtype:
+            return super().reduce_scatter(shard, flat, mean=mean)
+        reduce = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+        op = dist.ReduceOp.AVG if mean else dist.ReduceOp.SUM
+        return [reduce(shard, flat, op=op, group=self.group, async_op=True)], None
+
+
+def sum_in_order(pieces: Sequence[torch.Tensor], *, out: torch.Tensor, mean: bool) -> None:
+    """``out`` = the sum of ``pieces`` from first to last in ``out``'s dtype, or their mean."""
+    first, *rest = pieces
+    if rest and out.dtype is first.dtype:
+        torch.add(first, rest[0], out=out)
+        rest = rest[1:]
+    else:
+        out.copy_(first)
+    for piece in rest:
+        out.add_(piece)
+    if mean:
+        _scale(out, len(pieces))
+
+
+def _scale(tensor: torch.Tensor, count: int) -> None:
+    tensor.mul_(1.0 / count)
