@@ -13,8 +13,8 @@ import workspace
 
 # Measured on Python 3.11 and rounded up by about a third; an import that needs more should say why here.
 MAX_MODULES_DS = 40
-MAX_MODULES_DS_SPEC = 160
-MAX_MODULES_DS_ZERO_BEYOND_TORCH = 250
+MAX_MODULES_DS_SPEC = 110
+MAX_MODULES_DS_ZERO_BEYOND_TORCH = 80
 
 HEAVY = ("torch", "numpy", "pydantic", "transformers", "rich", "typer", "msgspec")
 
