@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from ds_comm.testing import run_ranks
 
 import ds_comm
 import ds_zero
+from ds_comm.testing import run_ranks
 from ds_spec import events
 from ds_zero.layout import plan_flat_layout
 from ds_zero.testing import OddModel, odd_batches, odd_optimizer

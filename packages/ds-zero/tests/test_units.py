@@ -54,6 +54,13 @@ def test_an_unknown_unit_name_is_refused():
         plan_units(Model(), names=["block.1"])
 
 
+def test_a_container_that_is_never_called_is_refused():
+    with pytest.raises(
+        ValueError, match=r"blocks is a ModuleList, which never is; name its parts, such as blocks\.0"
+    ):
+        plan_units(Model(), names=["blocks"])
+
+
 def test_a_sequential_model_is_split_into_its_layers():
     plans = plan_units(nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4)), names=None)
     assert [plan.name for plan in plans] == ["", "0", "2"]

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from ds_comm.testing import RankFailedError, run_ranks
 
 import ds_comm
 import ds_zero
+from ds_comm.testing import RankFailedError, run_ranks
 from ds_zero.testing import OddModel, odd_batches, odd_optimizer
 
 STAGES = pytest.mark.parametrize("stage", [0, 1, 2, 3])

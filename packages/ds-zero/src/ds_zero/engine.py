@@ -13,7 +13,7 @@ from torch.autograd import Variable
 from ds_comm import Communicator, Mesh
 from ds_zero.buffers import BufferPool, Ledger
 from ds_zero.config import ZeroOptions
-from ds_zero.deferred import is_deferred, materialize
+from ds_zero.deferred import forget, is_deferred, materialize
 from ds_zero.errors import ZeroError
 from ds_zero.gatherer import Gatherer, Unit
 from ds_zero.gradients import FlatGradients
@@ -114,8 +114,7 @@ class Engine:
         pending = [origin for origin in origins if is_deferred(origin)]
         ready = iter(materialize(pending, device=str(self.comm.device))) if pending else iter(())
         flat.adopt([next(ready) if is_deferred(origin) else origin for origin in origins])
-        for parameter in parameters:
-            deferred.pop(id(parameter), None)
+        forget(pending)
         return flat
 
     def _share_the_rest(self) -> None:

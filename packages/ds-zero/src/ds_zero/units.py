@@ -37,7 +37,7 @@ def plan_units(model: nn.Module, *, names: Sequence[str] | None) -> tuple[UnitPl
     Pure: every rank computes the same answer from the same modules.
 
     Raises:
-        ValueError: a name in ``names`` is not a module of the model.
+        ValueError: a name in ``names`` is not a module of the model, or one that is never called.
     """
     unit_names = _checked_names(model, names) if names is not None else _block_names(model)
     owners = _owners(model, unit_names)
@@ -78,7 +78,14 @@ def _checked_names(model: nn.Module, names: Sequence[str]) -> tuple[str, ...]:
     unknown = sorted(set(names) - set(order))
     if unknown:
         raise ValueError(f"units must name modules of the model, got {unknown}; known are e.g. {order[1:6]}")
-    return tuple(name for name in order if name in set(names) and name)
+    wanted = [(name, module) for name, module in model.named_modules() if name in set(names) and name]
+    for name, module in wanted:
+        if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
+            raise ValueError(
+                f"units must name modules that are called, but {name} is a {type(module).__name__}, which never is; "
+                f"name its parts, such as {name}.{next(iter(module._modules), '0')}"
+            )
+    return tuple(name for name, _ in wanted)
 
 
 def _block_names(model: nn.Module) -> tuple[str, ...]:
