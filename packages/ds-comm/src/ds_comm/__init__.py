@@ -4,7 +4,7 @@ from ds_comm.communicator import Communicator, Handle
 from ds_comm.errors import CollectiveMismatchError, CommError, PeerLostError, StalledError
 from ds_comm.loopback import Loopback
 from ds_comm.mesh import Mesh
-from ds_comm.world import World, init, is_initialized, shutdown
+from ds_comm.world import World, current, init, is_initialized, shutdown
 
 __all__ = [
     "CollectiveMismatchError",
@@ -16,6 +16,7 @@ __all__ = [
     "PeerLostError",
     "StalledError",
     "World",
+    "current",
     "init",
     "is_initialized",
     "shutdown",

@@ -5,9 +5,10 @@ from ds_zero.config import Precision
 from ds_zero.deferred import is_deferred, sharded_init
 from ds_zero.errors import InternalError, NonFiniteGradientError, ZeroError
 from ds_zero.optimizer import ShardedOptimizer
-from ds_zero.shard import close, full_state_dict, gathered, no_sync, shard
+from ds_zero.shard import BUCKET_NUMEL, close, full_state_dict, gathered, is_sharded, no_sync, shard
 
 __all__ = [
+    "BUCKET_NUMEL",
     "InternalError",
     "NonFiniteGradientError",
     "Precision",
@@ -18,6 +19,7 @@ __all__ = [
     "gathered",
     "held_bytes",
     "is_deferred",
+    "is_sharded",
     "no_sync",
     "peak_bytes",
     "plan_bytes",

@@ -166,6 +166,11 @@ def _persistent_buffers(model: nn.Module) -> Iterator[str]:
                 yield f"{prefix}.{key}" if prefix else key
 
 
+def is_sharded(model: nn.Module) -> bool:
+    """Whether :func:`shard` has been called on ``model`` and :func:`close` has not."""
+    return ATTRIBUTE in model.__dict__
+
+
 def close(model: nn.Module) -> None:
     """Take the engine off ``model``: hooks gone, plain whole parameters on every rank.
 

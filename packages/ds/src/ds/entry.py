@@ -1,0 +1,138 @@
+"""``ds.initialize``: from a model, a configuration and what goes with them to an engine ready to train."""
+
+import argparse
+import os
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import ds_comm
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data.distributed import DistributedSampler
+
+from ds.config import Batch, Config, ConfigError, read_config, solve_batch
+from ds.engine import Engine
+from ds.optimizers import build_optimizer
+from ds.schedules import build_scheduler
+
+OptimizerLike = torch.optim.Optimizer | Callable[..., torch.optim.Optimizer]
+SchedulerLike = LRScheduler | Callable[[torch.optim.Optimizer], LRScheduler]
+
+
+def initialize(  # noqa: PLR0913 -- DeepSpeed's signature
+    args: argparse.Namespace | None = None,
+    model: nn.Module | None = None,
+    optimizer: OptimizerLike | None = None,
+    model_parameters: Iterable[Any] | None = None,
+    training_data: Dataset[Any] | None = None,
+    lr_scheduler: SchedulerLike | None = None,
+    distributed_port: int | None = None,
+    mpu: Any = None,
+    dist_init_required: bool | None = None,
+    collate_fn: Callable[..., Any] | None = None,
+    config: Mapping[str, Any] | str | Path | None = None,
+    mesh_param: Any = None,
+    config_params: Mapping[str, Any] | str | Path | None = None,
+) -> tuple[Engine, torch.optim.Optimizer | None, DataLoader[Any] | None, LRScheduler | None]:
+    """Shard a model for training as the configuration says; DeepSpeed's signature and result.
+
+    Collective: every rank, with the same arguments.
+
+    Args:
+        args: with ``deepspeed_config``, a path, when no ``config`` is given.
+        model: the model.
+        optimizer: an optimizer or a callable that makes one from parameters; goes before the configuration's.
+        model_parameters: what a configured optimizer trains, parameters or groups; default all trainable.
+        training_data: dataset for the returned loader, split over ranks and shuffled.
+        lr_scheduler: a scheduler or a callable that makes one; goes before the configuration's.
+        distributed_port: taken from the launcher; accepted and not needed.
+        mpu: DeepSpeed's model-parallel unit, not supported yet.
+        dist_init_required: accepted and not needed: processes meet when they have not.
+        collate_fn: for the loader.
+        config: DeepSpeed's JSON as a dict or a path. ``config_params`` is its older name.
+        mesh_param: not supported yet.
+        config_params: see ``config``.
+
+    Returns:
+        ``(engine, optimizer, loader or None, scheduler or None)``.
+
+    Raises:
+        ConfigError: the configuration is wrong or asks for what is not there.
+        ValueError: there is no model, or arguments contradict each other.
+    """
+    if model is None:
+        raise ValueError("initialize needs model=")
+    for name, value in (("mpu", mpu), ("mesh_param", mesh_param)):
+        if value is not None:
+            raise ConfigError(f"{name} is not supported yet: ds shards over all ranks of the job")
+    parsed = read_config(_one_config(args, config, config_params))
+    world = ds_comm.init()
+    batch = solve_batch(parsed, world.world_size)
+    built = _optimizer(parsed, optimizer, model_parameters, model)
+    scheduler = _scheduler(parsed, lr_scheduler, built)
+    engine = Engine(model, built, scheduler, config=parsed, batch=batch)
+    loader = _loader(training_data, batch, collate_fn, world) if training_data is not None else None
+    return engine, engine.optimizer, loader, scheduler
+
+
+def _one_config(args: argparse.Namespace | None, config: Any, config_params: Any) -> Any:
+    given = [item for item in (config, config_params) if item is not None]
+    if len(given) > 1:
+        raise ValueError("give config or config_params, not both")
+    path = getattr(args, "deepspeed_config", None)
+    if not given and path is None:
+        raise ValueError("initialize needs config= (a dict or the path of a JSON file), or args.deepspeed_config")
+    return given[0] if given else path
+
+
+def _optimizer(
+    config: Config, given: OptimizerLike | None, parameters: Iterable[Any] | None, model: nn.Module
+) -> torch.optim.Optimizer | None:
+    if isinstance(given, torch.optim.Optimizer):
+        return given
+    chosen = list(parameters) if parameters is not None else [p for p in model.parameters() if p.requires_grad]
+    if given is not None:
+        return given(chosen)
+    if config.optimizer is None or not chosen:
+        return None
+    return build_optimizer(config.optimizer, chosen)
+
+
+def _scheduler(
+    config: Config, given: SchedulerLike | None, optimizer: torch.optim.Optimizer | None
+) -> LRScheduler | None:
+    if given is None and config.scheduler is None:
+        return None
+    if optimizer is None:
+        raise ConfigError("scheduler: there is no optimizer to schedule")
+    if isinstance(given, LRScheduler):
+        return given
+    if given is not None:
+        return given(optimizer)
+    return build_scheduler(config.scheduler, optimizer) if config.scheduler is not None else None
+
+
+def _loader(
+    data: Dataset[Any], batch: Batch, collate_fn: Callable[..., Any] | None, world: ds_comm.World
+) -> DataLoader[Any]:
+    if isinstance(data, IterableDataset):
+        return DataLoader(data, batch_size=batch.micro, collate_fn=collate_fn)
+    sampler = DistributedSampler(data, num_replicas=world.world_size, rank=world.rank, shuffle=True)
+    return DataLoader(data, batch_size=batch.micro, sampler=sampler, collate_fn=collate_fn)
+
+
+def init_distributed(dist_backend: str | None = None, **_: Any) -> None:
+    """Meet the other processes; DeepSpeed's name for :func:`ds_comm.init`. Arguments are accepted and not needed."""
+    ds_comm.init()
+
+
+def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Add ``--deepspeed``, ``--deepspeed_config`` and ``--local_rank``, as DeepSpeed's scripts expect."""
+    group = parser.add_argument_group("ds")
+    group.add_argument("--deepspeed", action="store_true", help="accepted; ds is used when initialize() is called")
+    group.add_argument("--deepspeed_config", type=str, default=None, help="path of the JSON configuration")
+    group.add_argument("--local_rank", type=int, default=int(os.environ.get("LOCAL_RANK", "0")))
+    return parser
