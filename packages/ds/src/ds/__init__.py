@@ -46,7 +46,9 @@ def __getattr__(name: str) -> Any:
             if error.name != _PACKAGES[name]:
                 raise
             distribution = _PACKAGES[name].replace("_", "-")
-            raise AttributeError(f"ds.{name} is the distribution {distribution}, which is not installed") from None
+            raise AttributeError(
+                f"ds.{name} is the distribution {distribution}, which is not installed"
+            ) from None
     raise AttributeError(f"module 'ds' has no attribute {name!r}")
 
 

@@ -121,7 +121,9 @@ def _load(source: Mapping[str, Any] | str | Path) -> dict[str, Any]:
     try:
         text = path.read_text() if path.is_file() else base64.urlsafe_b64decode(str(source)).decode()
     except (binascii.Error, UnicodeDecodeError, OSError):
-        raise ConfigError(f"config must be a dict or the path of a JSON file; there is no file {source}") from None
+        raise ConfigError(
+            f"config must be a dict or the path of a JSON file; there is no file {source}"
+        ) from None
     try:
         loaded = json.loads(text, object_pairs_hook=_no_duplicates)
     except json.JSONDecodeError as error:
@@ -141,11 +143,17 @@ def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _drop_auto(value: Any) -> Any:
     if isinstance(value, Mapping):
-        return {key: _drop_auto(item) for key, item in value.items() if not (isinstance(item, str) and item == "auto")}
+        return {
+            key: _drop_auto(item)
+            for key, item in value.items()
+            if not (isinstance(item, str) and item == "auto")
+        }
     return value
 
 
-def _keep_known(raw: Mapping[str, Any], model: type[BaseModel], path: str, errors: list[str]) -> dict[str, Any]:
+def _keep_known(
+    raw: Mapping[str, Any], model: type[BaseModel], path: str, errors: list[str]
+) -> dict[str, Any]:
     """What the model acts on; the rest is accepted, or noted as an error."""
     kept: dict[str, Any] = {}
     for key, value in raw.items():
@@ -185,7 +193,11 @@ def _nearest(key: str, path: str, model: type[BaseModel]) -> str:
     others = [name.removeprefix(path) for name in (*ACCEPTED, *NOT_YET) if name.startswith(path)]
     names = [*model.model_fields, *(name for name in others if "." not in name)]
     close = difflib.get_close_matches(key, names, n=1, cutoff=0.6)
-    return f"; did you mean {path}{close[0]}?" if close else f"; known here are {', '.join(list(model.model_fields)[:8])}"
+    return (
+        f"; did you mean {path}{close[0]}?"
+        if close
+        else f"; known here are {', '.join(list(model.model_fields)[:8])}"
+    )
 
 
 def _describe(item: Any) -> str:

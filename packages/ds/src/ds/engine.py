@@ -6,12 +6,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import ds_comm
-import ds_zero
 import torch
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
+import ds_comm
+import ds_zero
 from ds.compat import DeepSpeedNames
 from ds.config import Batch, Config
 
@@ -82,7 +82,9 @@ class Engine(DeepSpeedNames, nn.Module):
         """The model's forward."""
         return self.module(*args, **kwargs)
 
-    def backward(self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> torch.Tensor:
+    def backward(
+        self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True
+    ) -> torch.Tensor:
         """Gradients of one micro-batch; the loss is divided by the accumulation steps unless told not to.
 
         Collective: every rank.
@@ -176,10 +178,15 @@ class Engine(DeepSpeedNames, nn.Module):
         state = ds_zero.full_state_dict(self.module, rank0_only=True)
         if ds_comm.current().rank == 0:
             frozen = {name for name, p in self.module.named_parameters() if not p.requires_grad}
-            first = {name for name, _ in self.module.named_parameters()} | {name for name, _ in self.module.named_buffers()}
+            first = {name for name, _ in self.module.named_parameters()} | {
+                name for name, _ in self.module.named_buffers()
+            }
             keep = first - frozen if exclude_frozen_parameters else first
             Path(save_dir).mkdir(parents=True, exist_ok=True)
-            save_file({name: value for name, value in state.items() if name in keep}, str(Path(save_dir) / save_filename))
+            save_file(
+                {name: value for name, value in state.items() if name in keep},
+                str(Path(save_dir) / save_filename),
+            )
         return True
 
     def save_checkpoint(self, save_dir: str, *_: Any, **__: Any) -> bool:
@@ -197,4 +204,3 @@ class Engine(DeepSpeedNames, nn.Module):
         """
         if ds_zero.is_sharded(self.module) and ds_comm.is_initialized():
             ds_zero.close(self.module)
-

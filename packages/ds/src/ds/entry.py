@@ -6,13 +6,13 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-import ds_comm
 import torch
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 from torch.utils.data.distributed import DistributedSampler
 
+import ds_comm
 from ds.config import Batch, Config, ConfigError, read_config, solve_batch
 from ds.engine import Engine
 from ds.optimizers import build_optimizer
@@ -22,7 +22,7 @@ OptimizerLike = torch.optim.Optimizer | Callable[..., torch.optim.Optimizer]
 SchedulerLike = LRScheduler | Callable[[torch.optim.Optimizer], LRScheduler]
 
 
-def initialize(  # noqa: PLR0913 -- DeepSpeed's signature
+def initialize(
     args: argparse.Namespace | None = None,
     model: nn.Module | None = None,
     optimizer: OptimizerLike | None = None,
@@ -84,7 +84,9 @@ def _one_config(args: argparse.Namespace | None, config: Any, config_params: Any
         raise ValueError("give config or config_params, not both")
     path = getattr(args, "deepspeed_config", None)
     if not given and path is None:
-        raise ValueError("initialize needs config= (a dict or the path of a JSON file), or args.deepspeed_config")
+        raise ValueError(
+            "initialize needs config= (a dict or the path of a JSON file), or args.deepspeed_config"
+        )
     return given[0] if given else path
 
 
@@ -93,7 +95,9 @@ def _optimizer(
 ) -> torch.optim.Optimizer | None:
     if isinstance(given, torch.optim.Optimizer):
         return given
-    chosen = list(parameters) if parameters is not None else [p for p in model.parameters() if p.requires_grad]
+    chosen = (
+        list(parameters) if parameters is not None else [p for p in model.parameters() if p.requires_grad]
+    )
     if given is not None:
         return given(chosen)
     if config.optimizer is None or not chosen:
@@ -132,7 +136,9 @@ def init_distributed(dist_backend: str | None = None, **_: Any) -> None:
 def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Add ``--deepspeed``, ``--deepspeed_config`` and ``--local_rank``, as DeepSpeed's scripts expect."""
     group = parser.add_argument_group("ds")
-    group.add_argument("--deepspeed", action="store_true", help="accepted; ds is used when initialize() is called")
+    group.add_argument(
+        "--deepspeed", action="store_true", help="accepted; ds is used when initialize() is called"
+    )
     group.add_argument("--deepspeed_config", type=str, default=None, help="path of the JSON configuration")
     group.add_argument("--local_rank", type=int, default=int(os.environ.get("LOCAL_RANK", "0")))
     return parser

@@ -25,7 +25,9 @@ def build_optimizer(config: OptimizerConfig, parameters: Iterable[Any]) -> torch
     if "max_grad_norm" in params:
         raise ConfigError("optimizer.params.max_grad_norm: use gradient_clipping at the top level instead")
     if params.get("bias_correction") is False:
-        raise ConfigError("optimizer.params.bias_correction: false is not supported; torch's Adam always corrects")
+        raise ConfigError(
+            "optimizer.params.bias_correction: false is not supported; torch's Adam always corrects"
+        )
     kind = _class_of(config.type, adam_w_mode=params.get("adam_w_mode", True))
     arguments = {key: value for key, value in params.items() if key not in IMPLEMENTATION}
     if "betas" in arguments:
@@ -39,12 +41,18 @@ def build_optimizer(config: OptimizerConfig, parameters: Iterable[Any]) -> torch
 def _class_of(name: str, *, adam_w_mode: bool) -> type[torch.optim.Optimizer]:
     lowered = name.lower()
     if lowered in NOT_YET:
-        raise ConfigError(f"optimizer.type {name}: not supported yet; AdamW, Adam, SGD, Adagrad and others of torch are")
+        raise ConfigError(
+            f"optimizer.type {name}: not supported yet; AdamW, Adam, SGD, Adagrad and others of torch are"
+        )
     if lowered == "adam" and adam_w_mode:
-        logger.warning('optimizer "%s" is AdamW here, as in DeepSpeed; set params.adam_w_mode=false for Adam', name)
+        logger.warning(
+            'optimizer "%s" is AdamW here, as in DeepSpeed; set params.adam_w_mode=false for Adam', name
+        )
         return torch.optim.AdamW
     classes = {key.lower(): value for key, value in vars(torch.optim).items() if isinstance(value, type)}
     found = classes.get(lowered)
     if found is None or found is torch.optim.Optimizer:
-        raise ConfigError(f"optimizer.type {name} is not known; use AdamW, Adam, SGD, Adagrad or another of torch.optim")
+        raise ConfigError(
+            f"optimizer.type {name} is not known; use AdamW, Adam, SGD, Adagrad or another of torch.optim"
+        )
     return found

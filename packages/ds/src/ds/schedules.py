@@ -42,7 +42,10 @@ class WarmupLR(LRScheduler):
     def get_lr(self) -> list[float | torch.Tensor]:
         """Rates of the groups at the current step."""
         share = _warm(self.last_epoch, self.warmup_num_steps, self.warmup_type)
-        return [self._at(share, self.warmup_max_lr if self.warmup_max_lr is not None else base) for base in self.base_lrs]
+        return [
+            self._at(share, self.warmup_max_lr if self.warmup_max_lr is not None else base)
+            for base in self.base_lrs
+        ]
 
     def _at(self, share: float, highest: float) -> float:
         return (self.warmup_min_lr + (highest - self.warmup_min_lr) * share) * self._decay()
@@ -206,7 +209,9 @@ def build_scheduler(config: SchedulerConfig, optimizer: torch.optim.Optimizer) -
     own = {kind.__name__: kind for kind in (WarmupLR, WarmupDecayLR, WarmupCosineLR, OneCycle, LRRangeTest)}
     kind = own.get(config.type) or getattr(torch.optim.lr_scheduler, config.type, None)
     if kind is None or kind is LambdaLR:
-        raise ConfigError(f"scheduler.type {config.type} is not known; DeepSpeed's are {', '.join(VALID_LR_SCHEDULES)}")
+        raise ConfigError(
+            f"scheduler.type {config.type} is not known; DeepSpeed's are {', '.join(VALID_LR_SCHEDULES)}"
+        )
     try:
         return kind(optimizer, **config.params)
     except TypeError as error:
