@@ -1,81 +1,224 @@
-"""Start the ranks of one machine on torch's elastic agent and end them together."""
+"""Start the ranks of one machine on torch's elastic agent, and end them together."""
 
 import logging
+import os
 import signal
 import sys
-import tempfile
-from collections.abc import Sequence
+import threading
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import torch.distributed
-from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing import SignalException
+from torch.distributed.elastic.rendezvous import (
+    RendezvousError,
+    RendezvousHandler,
+    RendezvousParameters,
+    registry,
+)
 
-# Lines of the failing rank's error output that are shown.
-LAST_LINES = 20
+from ds_comm import rank_start
+from ds_comm.rank_logs import LogFollower, OnLine, RankLogs
+from ds_comm.rank_processes import Ended, RankProcesses
+
+HOST = "127.0.0.1"
+LOOK_EVERY_S = 0.05
+LAST_LINES = 25
+HANDLED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+# A rank whose last words are these failed because another one did.
+BLAMES_A_PEER = ("PeerLostError", "StalledError", "Connection closed by peer", "Connection reset by peer")
+
+
+class RankFailure(msgspec.Struct, frozen=True, kw_only=True):
+    """One rank that did not end well.
+
+    Attributes:
+        rank: which.
+        exit_code: the process's own, or 128 + the signal that ended it.
+        signal_name: such as ``SIGKILL``, empty if none ended it.
+        asked: whether it ended only because the launcher asked for it.
+        last_lines: the end of its error output.
+    """
+
+    rank: int
+    exit_code: int
+    signal_name: str
+    asked: bool
+    last_lines: tuple[str, ...]
 
 
 class LaunchResult(msgspec.Struct, frozen=True, kw_only=True):
     """How a launch ended.
 
     Attributes:
-        exit_code: 0, the failing rank's code, or 128 + the signal that ended it.
-        rank: the rank that failed first, -1 if none did.
-        message: how it failed, with the end of its error output.
+        exit_code: 0, that of the rank that failed first, or 128 + the signal that stopped the launcher.
+        stopped_by: name of the signal that stopped the launcher, empty if none did.
+        failures: the ranks that failed; the cause comes first.
     """
 
     exit_code: int
-    rank: int
-    message: str
+    stopped_by: str
+    failures: tuple[RankFailure, ...]
 
 
-def launch(command: Sequence[str], *, num_ranks: int) -> LaunchResult:
-    """Run ``command`` as ``num_ranks`` processes and wait; when one fails the others are ended.
+class _Agent(LocalElasticAgent):
+    """torch's agent, with our idea of when a failed job is over and of how to end it."""
 
-    Standard output is the ranks' own; error output is shown with the rank in front and kept for the result.
+    def __init__(self, spec: WorkerSpec, logs: RankLogs, ranks: RankProcesses) -> None:
+        super().__init__(spec, logs_specs=logs)
+        self._ranks = ranks
+
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        pids = super()._start_workers(worker_group)
+        self._ranks.started(pids)
+        return pids
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        if not self._ranks.settled():
+            return RunResult(state=WorkerState.HEALTHY)
+        return super()._monitor_workers(worker_group)
+
+    def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, *args: Any, **kwargs: Any) -> None:
+        with _deaf():
+            self._ranks.stop(death_sig)
+            super()._shutdown(death_sig, *args, **kwargs)
+
+
+@contextmanager
+def _deaf() -> Iterator[None]:
+    """Let no second signal interrupt the ending of ranks."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in HANDLED}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def launch(
+    command: Sequence[str],
+    *,
+    num_ranks: int,
+    log_dir: Path,
+    variables: Mapping[str, str] | None = None,
+    master_port: int = 0,
+    on_line: OnLine | None = None,
+) -> LaunchResult:
+    """Run ``command`` as ``num_ranks`` processes of one job on this machine, and wait for all.
+
+    When one fails, the others get some seconds to notice and say so; then they, and everything they started,
+    are ended: SIGTERM, then SIGKILL, within 10 s in all. SIGINT, SIGTERM, SIGHUP and SIGQUIT to this process
+    reach the ranks and end them the same way. Ranks die with this process even when it is killed.
+
+    Call it from the main thread, on Linux.
 
     Args:
         command: program and arguments.
         num_ranks: processes, >= 1.
+        log_dir: an existing folder for what each rank writes: ``rank-0.stdout.log`` and so on.
+        variables: environment variables for the ranks beside this process's own.
+        master_port: where the ranks meet; 0 for any free port.
+        on_line: called with rank, ``stdout`` or ``stderr``, and each whole line, from another thread.
+
+    Raises:
+        ValueError: ``num_ranks`` is below 1, or the port is taken.
     """
-    with tempfile.TemporaryDirectory(prefix="ds-run-") as folder:
-        config = LaunchConfig(
-            min_nodes=1,
-            max_nodes=1,
-            nproc_per_node=num_ranks,
-            run_id="ds-run",
-            rdzv_backend="c10d",
-            rdzv_endpoint="127.0.0.1:0",
-            max_restarts=0,
-            monitor_interval=0.1,
-            logs_specs=DefaultLogsSpecs(log_dir=folder, tee=Std.ERR),
-            log_line_prefix_template="[rank ${rank}]: ",
+    if num_ranks < 1:
+        raise ValueError(f"launch needs at least 1 rank, got {num_ranks}")
+    run_id = f"ds-run-{uuid.uuid4()}"
+    logs, ranks = RankLogs(log_dir, num_ranks), RankProcesses(run_id)
+    # The result says what the agent would log, once and with the cause first.
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    for name in ("agent.server.api", "agent.server.local_elastic_agent", "multiprocessing.api"):
+        logging.getLogger(f"torch.distributed.elastic.{name}").setLevel(logging.CRITICAL)
+    handlers = {number: signal.getsignal(number) for number in HANDLED}
+    handler = _rendezvous(run_id, master_port)
+    spec = _worker_spec(command, num_ranks, variables or {}, handler)
+    follower = LogFollower(logs, on_line) if on_line is not None else None
+    stopped_by: signal.Signals | None = None
+    try:
+        _Agent(spec, logs, ranks).run()
+    except SignalException as stopped:
+        stopped_by = stopped.sigval
+    finally:
+        with _deaf():
+            handler.shutdown()
+            if follower is not None:
+                follower.close()
+        for number, before in handlers.items():
+            signal.signal(number, before)
+    return _result(ranks.ended, logs, stopped_by)
+
+
+def _rendezvous(run_id: str, port: int) -> RendezvousHandler:
+    parameters = RendezvousParameters(
+        backend="c10d",
+        endpoint=f"{HOST}:{port}",
+        run_id=run_id,
+        min_nodes=1,
+        max_nodes=1,
+        local_addr=HOST,
+        is_host=True,
+    )
+    try:
+        return registry.get_rendezvous_handler(parameters)
+    except RendezvousError as error:
+        raise ValueError(f"the ranks cannot meet at port {port}, it is taken; leave the port out") from error
+
+
+def _worker_spec(
+    command: Sequence[str], num_ranks: int, variables: Mapping[str, str], handler: RendezvousHandler
+) -> WorkerSpec:
+    given = [f"{name}={value}" for name, value in variables.items()]
+    return WorkerSpec(
+        role="rank",
+        local_world_size=num_ranks,
+        entrypoint=sys.executable,
+        args=("-I", "-S", rank_start.__file__, str(os.getpid()), *given, "--", *command),
+        rdzv_handler=handler,
+        max_restarts=0,
+        monitor_interval=LOOK_EVERY_S,
+        local_addr=HOST,
+    )
+
+
+def _result(ended: Mapping[int, Ended], logs: RankLogs, stopped_by: signal.Signals | None) -> LaunchResult:
+    failures = [
+        RankFailure(
+            rank=rank,
+            exit_code=end.exit_code,
+            signal_name=end.signal_name,
+            asked=end.asked,
+            last_lines=logs.last_lines(rank, LAST_LINES),
         )
-        logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
-        try:
-            elastic_launch(config, command[0])(*command[1:])
-        except ChildFailedError as error:
-            rank, failure = error.get_first_failure()
-            return _failure(rank, failure.exitcode, Path(folder))
-        except SignalException as stopped:
-            return LaunchResult(
-                exit_code=128 + stopped.sigval, rank=-1, message=f"stopped by {stopped.sigval.name}"
-            )
-    return LaunchResult(exit_code=0, rank=-1, message="")
+        for rank, end in ended.items()
+        if end.exit_code
+    ]
+    # Stable: among equals the order in which they ended stays.
+    failures.sort(key=lambda failure: (failure.asked, _blames_a_peer(failure)))
+    code = failures[0].exit_code if failures else 0
+    if stopped_by is not None:
+        code = 128 + stopped_by
+    name = stopped_by.name if stopped_by is not None else ""
+    return LaunchResult(exit_code=code, stopped_by=name, failures=tuple(failures))
 
 
-def _failure(rank: int, code: int, folder: Path) -> LaunchResult:
-    how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-    logs = sorted(folder.rglob(f"{rank}/stderr.log"))
-    lines = logs[-1].read_text(errors="replace").splitlines()[-LAST_LINES:] if logs else []
-    text = "\n".join([f"rank {rank} failed first: it {how}", *(f"  {line}" for line in lines)])
-    return LaunchResult(exit_code=code if code > 0 else 128 - code, rank=rank, message=text)
+def _blames_a_peer(failure: RankFailure) -> bool:
+    words = " ".join(failure.last_lines[-5:])
+    return not failure.signal_name and any(name in words for name in BLAMES_A_PEER)
 
 
-def python_command(script: str, arguments: Sequence[str], *, module: bool) -> list[str]:
-    """The command that runs a script or module with this interpreter."""
+def python_command(script: str, arguments: Sequence[str], *, module: bool = False) -> list[str]:
+    """The command that runs a script or module with this interpreter, its output unbuffered."""
     return [sys.executable, "-u", *(["-m"] if module else []), script, *arguments]
 
 
