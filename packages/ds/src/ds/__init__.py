@@ -1,4 +1,4 @@
-"""One initialize() over the ds packages, driven by DeepSpeed's JSON. Nothing is imported before it is used."""
+"""One initialize() over the ds packages, driven by DeepSpeed's JSON. Nothing loads before it is used."""
 
 import importlib
 from typing import TYPE_CHECKING, Any

@@ -1,85 +1,121 @@
-"""DeepSpeed's JSON as people write it: read, checked strictly, every mistake named at once."""
+"""The part of DeepSpeed's JSON that ds acts on, as strict models; read by ds.config_reader."""
 
-import base64
-import binascii
-import difflib
-import json
-import logging
-from collections.abc import Iterable, Mapping
-from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
-
-from ds.config_keys import ACCEPTED, NOT_YET, is_off
-
-logger = logging.getLogger(__name__)
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 DEEPSPEED_CLIPPING = 1.0
 
 
 class ConfigError(ValueError):
-    """The configuration is wrong or asks for what is not there; the message lists every reason."""
+    """The configuration is wrong or asks for what is not there.
+
+    Attributes:
+        reasons: one line per mistake, each beginning with the path of its key.
+    """
+
+    def __init__(self, *reasons: str) -> None:
+        self.reasons = reasons
+        lines = "".join(f"\n  {reason}" for reason in reasons)
+        super().__init__(
+            reasons[0] if len(reasons) == 1 else f"the configuration has {len(reasons)} mistakes:{lines}"
+        )
 
 
-class _Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
+def _whole(value: Any) -> Any:
+    """DeepSpeed's files write sizes as ``5e8``."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
-class OptimizerConfig(_Section):
+Count = Annotated[int, BeforeValidator(_whole), Field(ge=1)]
+
+
+class Section(BaseModel):
+    """No key is ignored, no value is converted, nothing changes after reading."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+
+class OptimizerConfig(Section):
     """``optimizer``: a name and its arguments."""
 
-    type: str
-    params: dict[str, Any] = Field(default_factory=dict)
+    type: str = Field(
+        description="adam, adamw, sgd, adagrad or any class of torch.optim; case does not matter"
+    )
+    params: dict[str, Any] = Field(
+        default_factory=dict,
+        description="the class's arguments; Adam and AdamW decay weights by 0 when it is absent",
+    )
 
 
-class SchedulerConfig(_Section):
+class SchedulerConfig(Section):
     """``scheduler``: a name and its arguments."""
 
-    type: str
-    params: dict[str, Any] = Field(default_factory=dict)
+    type: str = Field(
+        description="WarmupLR, WarmupDecayLR, WarmupCosineLR, OneCycle, LRRangeTest, or a class of "
+        "torch.optim.lr_scheduler"
+    )
+    params: dict[str, Any] = Field(default_factory=dict, description="the class's arguments")
 
 
-class Bf16Config(_Section):
+class Bf16Config(Section):
     """``bf16``: bf16 parameters with fp32 master weights."""
 
-    enabled: bool = False
-    check_grad_overflow: bool = True
+    enabled: bool = Field(default=False, description="bf16 parameters, fp32 master weights and sums")
+    check_grad_overflow: bool = Field(
+        default=True, description="skip a step whose gradient is not finite; false raises an error instead"
+    )
 
 
-class ZeroConfig(_Section):
+class ZeroConfig(Section):
     """``zero_optimization``: what is sharded."""
 
-    stage: Literal[0, 1, 2, 3] = 0
-    reduce_bucket_size: int = Field(default=500_000_000, ge=0)
-    stage3_gather_16bit_weights_on_model_save: bool = False
-    stage3_gather_fp16_weights_on_model_save: bool = False
+    stage: Annotated[Literal[0, 1, 2, 3], BeforeValidator(_whole)] = Field(
+        default=0, description="0 shards nothing, 1 optimizer state, 2 gradients too, 3 parameters too"
+    )
+    reduce_bucket_size: Count = Field(
+        default=500_000_000,
+        description="at stages 0 to 2, neighbouring units below this many elements are reduced together; "
+        "more than 4,194,304 counts as that",
+    )
+    stage3_gather_16bit_weights_on_model_save: bool = Field(
+        default=False, description="let frameworks collect whole weights at stage 3 when they save"
+    )
+    stage3_gather_fp16_weights_on_model_save: bool = Field(
+        default=False, description="older name of the above"
+    )
 
-    @model_validator(mode="before")
-    @classmethod
-    def _whole_floats(cls, data: Any) -> Any:
-        """DeepSpeed's files write sizes as ``5e8``."""
-        if isinstance(data, dict) and isinstance(data.get("reduce_bucket_size"), float):
-            return {**data, "reduce_bucket_size": int(data["reduce_bucket_size"])}
-        return data
 
-
-class Config(_Section):
+class Config(Section):
     """The keys that ds acts on."""
 
-    train_batch_size: int | None = Field(default=None, ge=1)
-    train_micro_batch_size_per_gpu: int | None = Field(default=None, ge=1)
-    gradient_accumulation_steps: int | None = Field(default=None, ge=1)
-    gradient_clipping: float = Field(default=DEEPSPEED_CLIPPING, ge=0)
-    gradient_allreduce_op: Literal["mean"] = "mean"
-    steps_per_print: float | None = Field(default=None, gt=0)
-    optimizer: OptimizerConfig | None = None
-    scheduler: SchedulerConfig | None = None
-    bf16: Bf16Config = Bf16Config()
-    zero_optimization: ZeroConfig = ZeroConfig()
+    train_batch_size: Count | None = Field(
+        default=None, description="samples per step over all ranks; two of the three sizes give the third"
+    )
+    train_micro_batch_size_per_gpu: Count | None = Field(
+        default=None, description="samples per rank and micro-batch"
+    )
+    gradient_accumulation_steps: Count | None = Field(
+        default=None, description="micro-batches per step; 1 when it does not follow from the other two"
+    )
+    gradient_clipping: float = Field(
+        default=DEEPSPEED_CLIPPING, ge=0, description="limit of the global gradient norm; 0 for none"
+    )
+    steps_per_print: float | None = Field(
+        default=None, gt=0, description="steps between two lines in the log; infinite or absent for none"
+    )
+    dataloader_drop_last: bool = Field(
+        default=False, description="leave out a last batch that is not full, in the loader of training_data"
+    )
+    optimizer: OptimizerConfig | None = Field(default=None, description="the optimizer; absent for inference")
+    scheduler: SchedulerConfig | None = Field(default=None, description="the learning-rate schedule")
+    bf16: Bf16Config = Field(
+        default=Bf16Config(), description="mixed precision; also under the name bfloat16"
+    )
+    zero_optimization: ZeroConfig = Field(default=ZeroConfig(), description="what is sharded over the ranks")
 
 
-class Batch(_Section):
+class Batch(Section):
     """The batch triple, solved: ``train == micro * accumulation * data_parallel_size``."""
 
     train: int
@@ -87,155 +123,42 @@ class Batch(_Section):
     accumulation: int
 
 
-ALIASES = {"bfloat16": "bf16"}
-
-
-def read_config(source: Mapping[str, Any] | str | Path) -> Config:
-    """A configuration from a dict, a JSON file's path, or URL-safe base64 of JSON; the dict is not changed.
-
-    Keys set to ``"auto"`` count as absent.
-
-    Raises:
-        ConfigError: with one line per wrong key: its path, what was expected, the nearest known key.
-    """
-    raw = _drop_auto(_load(source))
-    raw = {ALIASES.get(key, key): value for key, value in raw.items()}
-    errors: list[str] = []
-    known = _keep_known(raw, Config, "", errors)
-    config = None
-    try:
-        config = Config.model_validate(known)
-    except ValidationError as error:
-        errors += [_describe(item) for item in error.errors()]
-    if errors or config is None:
-        raise ConfigError("the configuration has mistakes:\n" + "\n".join(f"  {line}" for line in errors))
-    if "gradient_clipping" not in raw:
-        logger.info("gradient_clipping is not set: DeepSpeed's default of 1.0 applies; set it to 0 for none")
-    return config
-
-
-def _load(source: Mapping[str, Any] | str | Path) -> dict[str, Any]:
-    if isinstance(source, Mapping):
-        return dict(source)
-    path = Path(source)
-    try:
-        text = path.read_text() if path.is_file() else base64.urlsafe_b64decode(str(source)).decode()
-    except (binascii.Error, UnicodeDecodeError, OSError):
-        raise ConfigError(
-            f"config must be a dict or the path of a JSON file; there is no file {source}"
-        ) from None
-    try:
-        loaded = json.loads(text, object_pairs_hook=_no_duplicates)
-    except json.JSONDecodeError as error:
-        raise ConfigError(f"{source} is not JSON: {error}") from None
-    if not isinstance(loaded, dict):
-        raise ConfigError(f"{source} must hold a JSON object, got {type(loaded).__name__}")
-    return loaded
-
-
-def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    keys = [key for key, _ in pairs]
-    repeated = sorted({key for key in keys if keys.count(key) > 1})
-    if repeated:
-        raise ConfigError(f"the configuration has the key {repeated[0]!r} twice")
-    return dict(pairs)
-
-
-def _drop_auto(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {
-            key: _drop_auto(item)
-            for key, item in value.items()
-            if not (isinstance(item, str) and item == "auto")
-        }
-    return value
-
-
-def _keep_known(
-    raw: Mapping[str, Any], model: type[BaseModel], path: str, errors: list[str]
-) -> dict[str, Any]:
-    """What the model acts on; the rest is accepted, or noted as an error."""
-    kept: dict[str, Any] = {}
-    for key, value in raw.items():
-        full = f"{path}{key}"
-        if key in model.model_fields:
-            inner = _section_of(model, key)
-            nested = inner is not None and isinstance(value, Mapping)
-            kept[key] = _keep_known(value, inner, f"{full}.", errors) if nested and inner else value
-        elif full in ACCEPTED:
-            logger.info("%s is accepted and not needed: %s", full, ACCEPTED[full])
-        elif full in NOT_YET:
-            if not is_off(value):
-                errors.append(f"{full}: not supported yet ({NOT_YET[full]}); remove the key or switch it off")
-        else:
-            errors.append(f"{full}: unknown key{_nearest(key, path, model)}")
-    return kept
-
-
-def _section_of(model: type[BaseModel], key: str) -> type[BaseModel] | None:
-    annotation = model.model_fields[key].annotation
-    for kind in (annotation, *getattr(annotation, "__args__", ())):
-        if isinstance(kind, type) and issubclass(kind, BaseModel):
-            return kind
-    return None
-
-
-def known_keys(model: type[BaseModel] = Config, path: str = "") -> Iterable[str]:
-    """Paths of the keys that ds acts on."""
-    for key in model.model_fields:
-        inner = _section_of(model, key)
-        yield f"{path}{key}"
-        if inner is not None:
-            yield from known_keys(inner, f"{path}{key}.")
-
-
-def _nearest(key: str, path: str, model: type[BaseModel]) -> str:
-    others = [name.removeprefix(path) for name in (*ACCEPTED, *NOT_YET) if name.startswith(path)]
-    names = [*model.model_fields, *(name for name in others if "." not in name)]
-    close = difflib.get_close_matches(key, names, n=1, cutoff=0.6)
-    return (
-        f"; did you mean {path}{close[0]}?"
-        if close
-        else f"; known here are {', '.join(list(model.model_fields)[:8])}"
-    )
-
-
-def _describe(item: Any) -> str:
-    path = ".".join(str(part) for part in item["loc"])
-    return f"{path}: {item['msg'][0].lower()}{item['msg'][1:]}, got {item['input']!r}"
-
-
 def solve_batch(config: Config, data_parallel_size: int) -> Batch:
     """The whole triple from the keys that are there; two determine the third, one leaves accumulation at 1.
 
     Raises:
-        ConfigError: none is given, or they contradict each other.
+        ConfigError: none of the sizes is given, or they contradict each other or the number of ranks.
     """
     train, micro = config.train_batch_size, config.train_micro_batch_size_per_gpu
     accumulation, ranks = config.gradient_accumulation_steps, data_parallel_size
     if train is None and micro is None:
-        raise ConfigError("the configuration needs train_batch_size or train_micro_batch_size_per_gpu")
+        raise ConfigError(
+            "train_batch_size: give it or train_micro_batch_size_per_gpu; "
+            "neither is there (a value of 'auto' counts as absent)"
+        )
+    if train is None:
+        micro, accumulation = micro or 1, accumulation or 1
+        return Batch(train=micro * accumulation * ranks, micro=micro, accumulation=accumulation)
     if micro is None:
-        micro = _divide(train or 0, (accumulation or 1) * ranks, accumulation or 1, ranks)
         accumulation = accumulation or 1
-    if accumulation is None:
-        accumulation = 1 if train is None else _divide(train, micro * ranks, micro, ranks, "micro-batch")
-    train = train if train is not None else micro * accumulation * ranks
+        micro = _divide(train, ranks, accumulation, "gradient_accumulation_steps")
+    elif accumulation is None:
+        accumulation = _divide(train, ranks, micro, "train_micro_batch_size_per_gpu")
     if train != micro * accumulation * ranks:
         raise ConfigError(
-            f"train_batch_size={train} must be train_micro_batch_size_per_gpu={micro} * "
-            f"gradient_accumulation_steps={accumulation} * {ranks} ranks = {micro * accumulation * ranks}; "
-            "drop one of the three keys to have it computed"
+            f"train_batch_size: {train} is not train_micro_batch_size_per_gpu {micro} * "
+            f"gradient_accumulation_steps {accumulation} * {ranks} data-parallel ranks = "
+            f"{micro * accumulation * ranks}; leave one of the three keys out to have it computed"
         )
     return Batch(train=train, micro=micro, accumulation=accumulation)
 
 
-def _divide(train: int, parts: int, factor: int, ranks: int, what: str = "accumulation steps") -> int:
+def _divide(train: int, ranks: int, factor: int, name: str) -> int:
+    parts = ranks * factor
     if train % parts:
-        below, above = train // parts * parts, -(-train // parts) * parts
-        choices = f"{above}" if below == 0 else f"{below} or {above}"
+        below, above = train // parts * parts, (train // parts + 1) * parts
         raise ConfigError(
-            f"train_batch_size={train} does not divide into {ranks} ranks * {factor} {what} = {parts}; "
-            f"the nearest that do are {choices}"
+            f"train_batch_size: {train} / ({ranks} data-parallel ranks * {name} {factor} = {parts}) "
+            f"is not whole; the nearest that are: {f'{below} or {above}' if below else above}"
         )
     return train // parts

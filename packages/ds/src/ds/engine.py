@@ -1,4 +1,4 @@
-"""The engine that initialize() returns: forward, backward, step and the count of micro-batches, over ds_zero."""
+"""The engine that initialize() returns: forward, backward, step and counting, over ds_zero."""
 
 import logging
 from collections.abc import Iterator

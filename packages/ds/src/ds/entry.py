@@ -13,7 +13,8 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from torch.utils.data.distributed import DistributedSampler
 
 import ds_comm
-from ds.config import Batch, Config, ConfigError, read_config, solve_batch
+from ds.config import Batch, Config, ConfigError, solve_batch
+from ds.config_reader import read_config
 from ds.engine import Engine
 from ds.optimizers import build_optimizer
 from ds.schedules import build_scheduler
@@ -22,7 +23,7 @@ OptimizerLike = torch.optim.Optimizer | Callable[..., torch.optim.Optimizer]
 SchedulerLike = LRScheduler | Callable[[torch.optim.Optimizer], LRScheduler]
 
 
-def initialize(
+def initialize(  # noqa: PLR0917 -- DeepSpeed's signature
     args: argparse.Namespace | None = None,
     model: nn.Module | None = None,
     optimizer: OptimizerLike | None = None,
@@ -68,8 +69,9 @@ def initialize(
     for name, value in (("mpu", mpu), ("mesh_param", mesh_param)):
         if value is not None:
             raise ConfigError(f"{name} is not supported yet: ds shards over all ranks of the job")
-    parsed = read_config(_one_config(args, config, config_params))
+    source = _one_config(args, config, config_params)
     world = ds_comm.init()
+    parsed = read_config(source, data_parallel_size=world.world_size)
     batch = solve_batch(parsed, world.world_size)
     built = _optimizer(parsed, optimizer, model_parameters, model)
     scheduler = _scheduler(parsed, lr_scheduler, built)
@@ -129,7 +131,7 @@ def _loader(
 
 
 def init_distributed(dist_backend: str | None = None, **_: Any) -> None:
-    """Meet the other processes; DeepSpeed's name for :func:`ds_comm.init`. Arguments are accepted and not needed."""
+    """Meet the other processes; DeepSpeed's name for :func:`ds_comm.init`. Arguments are not needed."""
     ds_comm.init()
 
 

@@ -1,58 +1,99 @@
-"""Optimizers by the names of the JSON."""
+"""Optimizers by the names of the JSON: DeepSpeed's names and defaults on torch's classes."""
 
+import difflib
+import inspect
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 
 from ds.config import ConfigError, OptimizerConfig
+from ds.config_keys import OPTIMIZERS_NOT_YET
 
 logger = logging.getLogger(__name__)
 
-NOT_YET = ("lamb", "lion", "muon", "onebitadam", "zerooneadam", "onebitlamb", "muadam", "muadamw", "musgd")
-# DeepSpeed's own arguments that choose an implementation, which torch's classes do not have.
+ADAM = ("adam", "adamw")
+# DeepSpeed's own arguments of Adam that choose an implementation; torch's classes do not have them.
 IMPLEMENTATION = ("torch_adam", "set_grad_none", "fp32_optimizer_states", "bias_correction", "adam_w_mode")
+CLASSES = {
+    name.lower(): kind
+    for name, kind in vars(torch.optim).items()
+    if isinstance(kind, type)
+    and issubclass(kind, torch.optim.Optimizer)
+    and kind is not torch.optim.Optimizer
+}
+
+
+def check_optimizer(config: OptimizerConfig) -> Iterator[str]:
+    """What is wrong with a name and its arguments, one line each; values are checked when it is built."""
+    lowered = config.type.lower()
+    if lowered in OPTIMIZERS_NOT_YET:
+        yield f"optimizer.type: {config.type} is not yet supported by ds 0.1; use AdamW, Adam, SGD or Adagrad"
+        return
+    if lowered not in CLASSES:
+        close = difflib.get_close_matches(lowered, CLASSES, n=1)
+        hint = (
+            f"did you mean {CLASSES[close[0]].__name__}?"
+            if close
+            else "use AdamW, SGD or a class of torch.optim"
+        )
+        yield f"optimizer.type: {config.type} is not known; {hint}"
+        return
+    if config.params.get("bias_correction", True) is not True:
+        yield "optimizer.params.bias_correction: false is not yet supported by ds 0.1; torch's always corrects"
+    known = [*_arguments_of(CLASSES[lowered]), *(IMPLEMENTATION if lowered in ADAM else ())]
+    for key in config.params:
+        if key == "max_grad_norm":
+            yield "optimizer.params.max_grad_norm: not an optimizer's; set gradient_clipping at the top level"
+        elif key not in known:
+            close = difflib.get_close_matches(key, known, n=1)
+            hint = (
+                f"did you mean optimizer.params.{close[0]}?" if close else f"known here: {', '.join(known)}"
+            )
+            yield f"optimizer.params.{key}: unknown key; {hint}"
+
+
+def _arguments_of(kind: type[torch.optim.Optimizer]) -> list[str]:
+    return [name for name in inspect.signature(kind).parameters if name != "params"]
 
 
 def build_optimizer(config: OptimizerConfig, parameters: Iterable[Any]) -> torch.optim.Optimizer:
-    """The torch optimizer that a name means; ``Adam`` is AdamW as in DeepSpeed unless ``adam_w_mode`` is false.
+    """The torch optimizer that a name means.
+
+    As in DeepSpeed ``Adam`` is AdamW unless ``adam_w_mode`` is false, ``AdamW`` always is, and the weight decay
+    of both is 0 when it is not given (with ``torch_adam`` torch's own default holds).
 
     Raises:
-        ConfigError: the name or an argument is unknown or not supported.
+        ConfigError: the name or an argument is unknown or not supported, or torch refuses a value.
     """
-    params = dict(config.params)
-    if "max_grad_norm" in params:
-        raise ConfigError("optimizer.params.max_grad_norm: use gradient_clipping at the top level instead")
-    if params.get("bias_correction") is False:
-        raise ConfigError(
-            "optimizer.params.bias_correction: false is not supported; torch's Adam always corrects"
-        )
-    kind = _class_of(config.type, adam_w_mode=params.get("adam_w_mode", True))
-    arguments = {key: value for key, value in params.items() if key not in IMPLEMENTATION}
+    mistakes = list(check_optimizer(config))
+    if mistakes:
+        raise ConfigError(*mistakes)
+    arguments = {key: value for key, value in config.params.items() if key not in IMPLEMENTATION}
+    kind = CLASSES[config.type.lower()]
+    if config.type.lower() in ADAM:
+        kind = _adam(config, arguments)
     if "betas" in arguments:
         arguments["betas"] = tuple(arguments["betas"])
     try:
         return kind(parameters, **arguments)
-    except TypeError as error:
-        raise ConfigError(f"optimizer.params of {config.type}: {error}") from None
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"optimizer.params: {kind.__name__} refuses them: {error}") from None
 
 
-def _class_of(name: str, *, adam_w_mode: bool) -> type[torch.optim.Optimizer]:
-    lowered = name.lower()
-    if lowered in NOT_YET:
-        raise ConfigError(
-            f"optimizer.type {name}: not supported yet; AdamW, Adam, SGD, Adagrad and others of torch are"
-        )
-    if lowered == "adam" and adam_w_mode:
+def _adam(config: OptimizerConfig, arguments: dict[str, Any]) -> type[torch.optim.Optimizer]:
+    """Adam or AdamW by DeepSpeed's rules; fills in its weight decay."""
+    if "weight_decay" not in arguments and not config.params.get("torch_adam", False):
+        arguments["weight_decay"] = 0.0
+        if config.type.lower() == "adamw":
+            logger.info(
+                "optimizer.params.weight_decay is not set: DeepSpeed's default of 0 applies, not torch's 0.01"
+            )
+    if config.type.lower() == "adam" and config.params.get("adam_w_mode", True):
         logger.warning(
-            'optimizer "%s" is AdamW here, as in DeepSpeed; set params.adam_w_mode=false for Adam', name
+            'optimizer "%s" is AdamW, as in DeepSpeed; set optimizer.params.adam_w_mode to false for Adam',
+            config.type,
         )
         return torch.optim.AdamW
-    classes = {key.lower(): value for key, value in vars(torch.optim).items() if isinstance(value, type)}
-    found = classes.get(lowered)
-    if found is None or found is torch.optim.Optimizer:
-        raise ConfigError(
-            f"optimizer.type {name} is not known; use AdamW, Adam, SGD, Adagrad or another of torch.optim"
-        )
-    return found
+    return CLASSES[config.type.lower()]
