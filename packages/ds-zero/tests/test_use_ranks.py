@@ -1,5 +1,7 @@
 """What users do with a sharded model on several ranks, and what they get wrong."""
 
+import copy
+
 import pytest
 import torch
 
@@ -232,7 +234,7 @@ def save_and_load(stage, precision):
     shapes = {name: value.shape for name, value in OddModel().state_dict().items()}
     assert {name: value.shape for name, value in saved.items()} == shapes
     assert same([ds_zero.full_state_dict(model), saved])
-    moments = optimizer.state_dict()
+    moments = copy.deepcopy(optimizer.state_dict())
     step(model, optimizer, odd_batches(2)[1])
     continued = ds_zero.full_state_dict(model)
     if precision == "fp32":

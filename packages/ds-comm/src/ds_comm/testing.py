@@ -22,7 +22,8 @@ import torch.distributed as dist
 from ds_comm import world as worlds
 from ds_comm.launch_env import Launched
 
-PRELOAD = ["torch", "torch.distributed", "ds_comm.testing"]
+# torch._dynamo is imported by the first optimizer that is made, which takes seconds.
+PRELOAD = ["torch", "torch.distributed", "torch._dynamo", "ds_comm.testing"]
 # How long the other ranks get to fail by themselves once one has.
 GRACE_S = 20.0
 

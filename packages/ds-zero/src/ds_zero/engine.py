@@ -51,7 +51,7 @@ class Engine:
         self.units: dict[str, Unit] = {}
         self.flats: list[FlatParameters] = []
         self._build_units(replaced, trains=optimizer is not None)
-        self._share_the_rest()
+        self._share_the_rest(replaced)
         self.gradients = [
             FlatGradients(flat, options=options, pool=self.pool, ledger=self.ledger)
             for flat in self.flats
@@ -117,18 +117,18 @@ class Engine:
         forget(pending)
         return flat
 
-    def _share_the_rest(self) -> None:
+    def _share_the_rest(self, deferred: dict[int, torch.Tensor]) -> None:
         """Parameters outside the flats and buffers: on the device, as rank 0 has them, whole everywhere."""
         mine = {id(parameter) for flat in self.flats for parameter in flat.parameters}
         dtype = self.options.precision.param_dtype
         for name, parameter in self.model.named_parameters():
             if id(parameter) not in mine:
-                value = materialize([parameter.data])[0] if is_deferred(parameter.data) else parameter.data
+                (value,) = materialize([deferred.get(id(parameter), parameter.data)])
                 value = value.to(self.comm.device, dtype if value.is_floating_point() else None)
                 parameter.data = self._as_rank_0(value, name)
                 self.ledger.add("parameters", parameter.nbytes)
         for name, holder, key, buffer in _buffers(self.model):
-            value = materialize([buffer])[0] if is_deferred(buffer) else buffer
+            (value,) = materialize([buffer])
             holder._buffers[key] = self._as_rank_0(value.to(self.comm.device), name)
             self.ledger.add("buffers", value.nbytes)
 
