@@ -1,9 +1,12 @@
-"""DeepSpeed's own names on the engine: one-line getters over the configuration, in one place."""
+"""DeepSpeed's own names on the engine: one-line getters over the configuration and the world."""
 
 from typing import Any
 
 import torch
+from torch import nn
 
+import ds_comm
+import ds_zero
 from ds.config import Batch, Config
 
 
@@ -12,7 +15,9 @@ class DeepSpeedNames:
 
     parsed_config: Config
     batch: Batch
-    optimizer: Any
+    module: nn.Module
+    optimizer: ds_zero.ShardedOptimizer | None
+    _world: ds_comm.World
 
     def train_batch_size(self) -> int:
         """Samples per step over all ranks and micro-batches."""
@@ -26,6 +31,10 @@ class DeepSpeedNames:
         """Micro-batches per step."""
         return self.batch.accumulation
 
+    def get_batch_info(self) -> tuple[int, int, int]:
+        """The batch triple: train, micro, accumulation."""
+        return self.batch.train, self.batch.micro, self.batch.accumulation
+
     def zero_optimization_stage(self) -> int:
         """0 to 3."""
         return self.parsed_config.zero_optimization.stage
@@ -33,6 +42,19 @@ class DeepSpeedNames:
     def zero_optimization(self) -> bool:
         """Whether anything is sharded."""
         return self.zero_optimization_stage() > 0
+
+    def zero_optimization_partition_gradients(self) -> bool:
+        """Whether gradients are sharded."""
+        return self.zero_optimization_stage() > 1
+
+    def zero_optimization_partition_weights(self) -> bool:
+        """Whether parameters are sharded."""
+        return self.zero_optimization_stage() > 2
+
+    def zero_gather_16bit_weights_on_model_save(self) -> bool:
+        """Whether a framework may save whole weights at stage 3."""
+        zero = self.parsed_config.zero_optimization
+        return zero.stage3_gather_16bit_weights_on_model_save or zero.stage3_gather_fp16_weights_on_model_save
 
     def bfloat16_enabled(self) -> bool:
         """Whether parameters are bf16."""
@@ -42,6 +64,10 @@ class DeepSpeedNames:
         """fp16 is not there yet."""
         return False
 
+    def get_data_types(self) -> tuple[torch.dtype, torch.dtype]:
+        """Dtype of parameters and of accumulated gradients."""
+        return (torch.bfloat16 if self.bfloat16_enabled() else torch.float32), torch.float32
+
     def gradient_clipping(self) -> float:
         """Limit of the global gradient norm, 0 for none."""
         return self.parsed_config.gradient_clipping
@@ -50,20 +76,60 @@ class DeepSpeedNames:
         """Steps between two lines of progress."""
         return self.parsed_config.steps_per_print
 
-    def zero_gather_16bit_weights_on_model_save(self) -> bool:
-        """Whether a framework may save whole weights at stage 3."""
-        zero = self.parsed_config.zero_optimization
-        return zero.stage3_gather_16bit_weights_on_model_save or zero.stage3_gather_fp16_weights_on_model_save
+    def optimizer_name(self) -> str | None:
+        """The configured optimizer's name."""
+        return self.parsed_config.optimizer.type if self.parsed_config.optimizer else None
 
-    def get_batch_info(self) -> tuple[int, int, int]:
-        """The batch triple: train, micro, accumulation."""
-        return self.batch.train, self.batch.micro, self.batch.accumulation
+    def scheduler_name(self) -> str | None:
+        """The configured schedule's name."""
+        return self.parsed_config.scheduler.type if self.parsed_config.scheduler else None
 
-    def get_data_types(self) -> tuple[torch.dtype, torch.dtype]:
-        """Dtype of parameters and of accumulated gradients."""
-        return (torch.bfloat16 if self.bfloat16_enabled() else torch.float32), torch.float32
+    def get_lr(self) -> list[float]:
+        """Learning rates of the parameter groups."""
+        return [float(group["lr"]) for group in self._groups()]
+
+    def get_mom(self) -> list[Any]:
+        """Momentum or betas of the parameter groups."""
+        return [group.get("betas", group.get("momentum")) for group in self._groups()]
+
+    def _groups(self) -> list[dict[str, Any]]:
+        return self.optimizer.param_groups if self.optimizer is not None else []
 
     @property
     def config(self) -> dict[str, Any]:
         """The configuration as a plain dict, as frameworks read it."""
         return self.parsed_config.model_dump(exclude_none=True)
+
+    @property
+    def device(self) -> torch.device:
+        """Where this rank computes."""
+        return self._world.device
+
+    @property
+    def global_rank(self) -> int:
+        """This rank among all."""
+        return self._world.rank
+
+    @property
+    def local_rank(self) -> int:
+        """This rank on its machine."""
+        return self._world.local_rank
+
+    @property
+    def world_size(self) -> int:
+        """All ranks."""
+        return self._world.world_size
+
+    @property
+    def dp_world_size(self) -> int:
+        """Ranks that share a batch: all."""
+        return self._world.world_size
+
+    @property
+    def mp_world_size(self) -> int:
+        """Ranks that share one copy of a layer: this one."""
+        return 1
+
+    def get_data_parallel_rank(self) -> int:
+        """This rank among those that share a batch."""
+        return self._world.rank

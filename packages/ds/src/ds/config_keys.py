@@ -92,7 +92,8 @@ def _switched(names: str) -> dict[str, Any]:
 
 OFFLOAD_PARAM = _off("nvme_path buffer_count buffer_size max_in_cpu pin_memory", OPEN, device="none")
 OFFLOAD_OPTIMIZER = _off(
-    "nvme_path buffer_count pin_memory pipeline_read pipeline_write fast_init ratio super_offload cpuadam_cores_perc",
+    "nvme_path buffer_count pin_memory pipeline_read pipeline_write fast_init ratio super_offload "
+    "cpuadam_cores_perc",
     OPEN,
     device="none",
 )
@@ -118,8 +119,8 @@ COMPILE = _off(
 )
 AUTOTUNING = _switched(
     "fast results_dir exps_dir overwrite start_profile_step end_profile_step metric metric_path tuner_type "
-    "tuner_early_stopping tuner_num_trials arg_mappings model_info model_info_path mp_size max_train_batch_size "
-    "min_train_batch_size max_train_micro_batch_size_per_gpu min_train_micro_batch_size_per_gpu "
+    "tuner_early_stopping tuner_num_trials arg_mappings model_info model_info_path mp_size "
+    "max_train_batch_size min_train_batch_size max_train_micro_batch_size_per_gpu min_train_micro_batch_size_per_gpu "
     "num_tuning_micro_batch_sizes"
 )
 ELASTICITY = _switched(
@@ -127,8 +128,8 @@ ELASTICITY = _switched(
     "prefer_larger_batch ignore_non_elastic_batch_info version"
 )
 FP16 = _switched(
-    "auto_cast loss_scale initial_scale_power loss_scale_window hysteresis consecutive_hysteresis min_loss_scale "
-    "fp16_master_weights_and_grads"
+    "auto_cast loss_scale initial_scale_power loss_scale_window hysteresis consecutive_hysteresis "
+    "min_loss_scale fp16_master_weights_and_grads"
 )
 FLOPS_PROFILER = _switched("recompute_fwd_factor profile_step module_depth top_modules detailed output_file")
 HYBRID_ENGINE = _switched(

@@ -26,8 +26,8 @@ class Engine(DeepSpeedNames, nn.Module):
     """A sharded model with its optimizer and schedule.
 
     The usual loop is ``loss = engine(batch)``, ``engine.backward(loss)``, ``engine.step()`` for every
-    micro-batch; the weights change at every accumulation boundary. A plain ``loss.backward()`` is counted as a
-    micro-batch by ``step`` too, but then dividing the loss by the accumulation steps is the caller's.
+    micro-batch; the weights change at every accumulation boundary. With a plain ``loss.backward()``, which
+    ``step`` counts too, dividing the loss by the accumulation steps is the caller's.
 
     Attributes:
         module: the user's model, sharded.
@@ -36,6 +36,7 @@ class Engine(DeepSpeedNames, nn.Module):
         micro_steps: micro-batches so far.
         global_steps: steps that changed weights or were skipped.
         skipped_steps: steps skipped for a gradient that is not finite.
+        training_dataloader: what :func:`ds.initialize` made of ``training_data``.
     """
 
     def __init__(
@@ -53,6 +54,8 @@ class Engine(DeepSpeedNames, nn.Module):
         self.micro_steps = 0
         self.global_steps = 0
         self.skipped_steps = 0
+        self.training_dataloader: Any = None
+        self._world = ds_comm.init()
         self._forced_boundary: bool | None = None
         self._step_applied = False
         module, sharded = ds_zero.shard(
@@ -89,28 +92,35 @@ class Engine(DeepSpeedNames, nn.Module):
 
         Collective: every rank.
         """
-        if self.optimizer is None:
-            raise RuntimeError("backward needs an optimizer; this engine was made for inference")
-        scaled = loss / self.batch.accumulation if scale_wrt_gas else loss
+        self._trained("backward")
+        scaled = self.scale(loss) if scale_wrt_gas else loss
         scaled.backward(retain_graph=retain_graph)
         return loss
+
+    def scale(self, loss: torch.Tensor) -> torch.Tensor:
+        """A micro-batch's share of the loss of a step, for those who call ``loss.backward()`` themselves."""
+        return loss / self.batch.accumulation if self.batch.accumulation > 1 else loss
+
+    def _trained(self, call: str) -> ds_zero.ShardedOptimizer:
+        if self.optimizer is None:
+            raise RuntimeError(f"{call} needs an optimizer, and this engine has none; give initialize() one")
+        return self.optimizer
 
     def step(self, lr_kwargs: dict[str, Any] | None = None) -> None:
         """End a micro-batch; at the accumulation boundary step the optimizer and the schedule.
 
         Collective: every rank.
         """
-        if self.optimizer is None:
-            raise RuntimeError("step needs an optimizer; this engine was made for inference")
+        optimizer = self._trained("step")
         at_boundary = self.is_gradient_accumulation_boundary()
         self.micro_steps += 1
         self._step_applied = False
         if not at_boundary:
             return
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+        optimizer.step()
+        optimizer.zero_grad()
         self.global_steps += 1
-        if self.optimizer.step_skipped:
+        if optimizer.step_skipped:
             self.skipped_steps += 1
         else:
             self._step_applied = True
@@ -120,9 +130,9 @@ class Engine(DeepSpeedNames, nn.Module):
 
     def _print_progress(self) -> None:
         every = self.parsed_config.steps_per_print
-        if every and self.global_steps % every == 0:
+        if every and self._world.rank == 0 and self.global_steps % every == 0:
             logger.info(
-                "step %d, skipped %d, lr %s, gradient norm %.4g",
+                "step %d, skipped %d, lr %s, gradient norm %s",
                 self.global_steps,
                 self.skipped_steps,
                 self.get_lr(),
@@ -151,6 +161,8 @@ class Engine(DeepSpeedNames, nn.Module):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget all gradients."""
+        if self.optimizer is not None:
+            self.optimizer.zero_grad()
         self.module.zero_grad(set_to_none)
 
     @property
@@ -158,35 +170,41 @@ class Engine(DeepSpeedNames, nn.Module):
         """Samples of all ranks up to the last step."""
         return self.global_steps * self.batch.train
 
-    def get_global_grad_norm(self) -> float:
-        """Gradient norm of the last step, before clipping."""
-        return self.optimizer.grad_norm if self.optimizer is not None else 0.0
+    def get_global_grad_norm(self) -> float | None:
+        """Gradient norm of the last step, before clipping; ``None`` before the first."""
+        return self.optimizer.grad_norm if self.optimizer is not None and self.global_steps else None
 
-    def get_lr(self) -> list[float]:
-        """Learning rates of the parameter groups."""
-        return [] if self.optimizer is None else [float(group["lr"]) for group in self.optimizer.param_groups]
+    def module_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, torch.Tensor]:
+        """The whole model on the CPU under its own names, on every rank.
+
+        Collective: every rank.
+        """
+        return self._whole(exclude_frozen_parameters, rank0_only=False)
+
+    def _whole(self, exclude_frozen_parameters: bool, *, rank0_only: bool) -> dict[str, torch.Tensor]:
+        state = ds_zero.full_state_dict(self.module, rank0_only=rank0_only)
+        frozen = {
+            name for name, p in self.module.named_parameters(remove_duplicate=False) if not p.requires_grad
+        }
+        return {name: t for name, t in state.items() if not (exclude_frozen_parameters and name in frozen)}
 
     def save_16bit_model(
         self, save_dir: str, save_filename: str = "model.safetensors", exclude_frozen_parameters: bool = False
     ) -> bool:
-        """Write the whole model as one safetensors file, on rank 0.
+        """Write the whole model, in the dtype of its parameters, as one safetensors file on rank 0.
 
         Collective: every rank. Tied parameters are stored once, under their first name.
-        """
-        from safetensors.torch import save_file
 
-        state = ds_zero.full_state_dict(self.module, rank0_only=True)
-        if ds_comm.current().rank == 0:
-            frozen = {name for name, p in self.module.named_parameters() if not p.requires_grad}
-            first = {name for name, _ in self.module.named_parameters()} | {
-                name for name, _ in self.module.named_buffers()
-            }
-            keep = first - frozen if exclude_frozen_parameters else first
-            Path(save_dir).mkdir(parents=True, exist_ok=True)
-            save_file(
-                {name: value for name, value in state.items() if name in keep},
-                str(Path(save_dir) / save_filename),
-            )
+        Raises:
+            OSError: rank 0 could not write; on every rank.
+        """
+        state = self._whole(exclude_frozen_parameters, rank0_only=True)
+        names = [*self.module.named_parameters(), *self.module.named_buffers()]
+        path = Path(save_dir) / save_filename
+        failure = _write(path, {name: state[name].contiguous() for name, _ in names if name in state})
+        told = ds_comm.Mesh.world().axis("dp").all_gather_object(failure, tag="saved the model")
+        if told[0]:
+            raise OSError(f"rank 0 could not write {path}: {told[0]}")
         return True
 
     def save_checkpoint(self, save_dir: str, *_: Any, **__: Any) -> bool:
@@ -204,3 +222,17 @@ class Engine(DeepSpeedNames, nn.Module):
         """
         if ds_zero.is_sharded(self.module) and ds_comm.is_initialized():
             ds_zero.close(self.module)
+
+
+def _write(path: Path, state: dict[str, torch.Tensor]) -> str:
+    """Write a file when there is something to write; what went wrong, or nothing."""
+    from safetensors.torch import save_file
+
+    if not state:
+        return ""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        save_file(state, str(path), metadata={"format": "pt"})
+    except Exception as error:  # whatever it is, the other ranks must hear of it
+        return f"{type(error).__name__}: {error}"
+    return ""

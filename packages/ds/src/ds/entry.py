@@ -1,7 +1,8 @@
 """``ds.initialize``: from a model, a configuration and what goes with them to an engine ready to train."""
 
 import argparse
-import os
+import datetime
+import logging
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -9,15 +10,17 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
-from torch.utils.data import DataLoader, Dataset, IterableDataset
-from torch.utils.data.distributed import DistributedSampler
+from torch.utils.data import DataLoader, Dataset
 
 import ds_comm
-from ds.config import Batch, Config, ConfigError, solve_batch
+from ds.config import Config, ConfigError, solve_batch
 from ds.config_reader import read_config
 from ds.engine import Engine
+from ds.loader import ShardedLoader
 from ds.optimizers import build_optimizer
 from ds.schedules import build_scheduler
+
+logger = logging.getLogger(__name__)
 
 OptimizerLike = torch.optim.Optimizer | Callable[..., torch.optim.Optimizer]
 SchedulerLike = LRScheduler | Callable[[torch.optim.Optimizer], LRScheduler]
@@ -53,7 +56,7 @@ def initialize(  # noqa: PLR0917 -- DeepSpeed's signature
         mpu: DeepSpeed's model-parallel unit, not supported yet.
         dist_init_required: accepted and not needed: processes meet when they have not.
         collate_fn: for the loader.
-        config: DeepSpeed's JSON as a dict or a path. ``config_params`` is its older name.
+        config: DeepSpeed's JSON as a dict, a path or base64. ``config_params`` is its older name.
         mesh_param: not supported yet.
         config_params: see ``config``.
 
@@ -68,7 +71,9 @@ def initialize(  # noqa: PLR0917 -- DeepSpeed's signature
         raise ValueError("initialize needs model=")
     for name, value in (("mpu", mpu), ("mesh_param", mesh_param)):
         if value is not None:
-            raise ConfigError(f"{name} is not supported yet: ds shards over all ranks of the job")
+            raise ConfigError(
+                f"{name}: not yet supported by ds 0.1, which shards over all ranks; leave it out"
+            )
     source = _one_config(args, config, config_params)
     world = ds_comm.init()
     parsed = read_config(source, data_parallel_size=world.world_size)
@@ -76,8 +81,16 @@ def initialize(  # noqa: PLR0917 -- DeepSpeed's signature
     built = _optimizer(parsed, optimizer, model_parameters, model)
     scheduler = _scheduler(parsed, lr_scheduler, built)
     engine = Engine(model, built, scheduler, config=parsed, batch=batch)
-    loader = _loader(training_data, batch, collate_fn, world) if training_data is not None else None
-    return engine, engine.optimizer, loader, scheduler
+    if training_data is not None:
+        engine.training_dataloader = ShardedLoader(
+            training_data,
+            micro_batch_size=batch.micro,
+            rank=world.rank,
+            world_size=world.world_size,
+            drop_last=parsed.dataloader_drop_last,
+            collate_fn=collate_fn,
+        )
+    return engine, engine.optimizer, engine.training_dataloader, scheduler
 
 
 def _one_config(args: argparse.Namespace | None, config: Any, config_params: Any) -> Any:
@@ -95,11 +108,12 @@ def _one_config(args: argparse.Namespace | None, config: Any, config_params: Any
 def _optimizer(
     config: Config, given: OptimizerLike | None, parameters: Iterable[Any] | None, model: nn.Module
 ) -> torch.optim.Optimizer | None:
+    if given is not None and config.optimizer is not None:
+        logger.info("optimizer of the configuration is not used: initialize() was given one")
     if isinstance(given, torch.optim.Optimizer):
         return given
-    chosen = (
-        list(parameters) if parameters is not None else [p for p in model.parameters() if p.requires_grad]
-    )
+    trainable = (parameter for parameter in model.parameters() if parameter.requires_grad)
+    chosen = list(trainable if parameters is None else parameters)
     if given is not None:
         return given(chosen)
     if config.optimizer is None or not chosen:
@@ -113,7 +127,11 @@ def _scheduler(
     if given is None and config.scheduler is None:
         return None
     if optimizer is None:
-        raise ConfigError("scheduler: there is no optimizer to schedule")
+        raise ConfigError(
+            "scheduler: there is no optimizer to schedule; give one, or leave the scheduler out"
+        )
+    if given is not None and config.scheduler is not None:
+        logger.info("scheduler of the configuration is not used: initialize() was given one")
     if isinstance(given, LRScheduler):
         return given
     if given is not None:
@@ -121,26 +139,30 @@ def _scheduler(
     return build_scheduler(config.scheduler, optimizer) if config.scheduler is not None else None
 
 
-def _loader(
-    data: Dataset[Any], batch: Batch, collate_fn: Callable[..., Any] | None, world: ds_comm.World
-) -> DataLoader[Any]:
-    if isinstance(data, IterableDataset):
-        return DataLoader(data, batch_size=batch.micro, collate_fn=collate_fn)
-    sampler = DistributedSampler(data, num_replicas=world.world_size, rank=world.rank, shuffle=True)
-    return DataLoader(data, batch_size=batch.micro, sampler=sampler, collate_fn=collate_fn)
+def init_distributed(
+    dist_backend: str | None = None, *_: Any, timeout: datetime.timedelta | None = None, **__: Any
+) -> None:
+    """Meet the other processes; DeepSpeed's name for :func:`ds_comm.init`.
 
+    Collective: every rank.
 
-def init_distributed(dist_backend: str | None = None, **_: Any) -> None:
-    """Meet the other processes; DeepSpeed's name for :func:`ds_comm.init`. Arguments are not needed."""
-    ds_comm.init()
+    Args:
+        dist_backend: accepted and not needed, like all others: the device decides.
+        timeout: how long a collective may stand still.
+    """
+    if timeout is None:
+        ds_comm.init()
+    else:
+        ds_comm.init(timeout_s=timeout.total_seconds())
 
 
 def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Add ``--deepspeed``, ``--deepspeed_config`` and ``--local_rank``, as DeepSpeed's scripts expect."""
+    """Add ``--deepspeed``, ``--deepspeed_config`` and their older names, as DeepSpeed's scripts expect."""
     group = parser.add_argument_group("ds")
     group.add_argument(
-        "--deepspeed", action="store_true", help="accepted; ds is used when initialize() is called"
+        "--deepspeed", action="store_true", help="accepted; what counts is calling initialize()"
     )
-    group.add_argument("--deepspeed_config", type=str, default=None, help="path of the JSON configuration")
-    group.add_argument("--local_rank", type=int, default=int(os.environ.get("LOCAL_RANK", "0")))
+    group.add_argument("--deepspeed_config", type=str, help="path of the JSON configuration")
+    group.add_argument("--deepscale", action="store_true", help=argparse.SUPPRESS)
+    group.add_argument("--deepscale_config", type=str, help=argparse.SUPPRESS)
     return parser

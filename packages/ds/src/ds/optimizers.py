@@ -41,7 +41,7 @@ def check_optimizer(config: OptimizerConfig) -> Iterator[str]:
         yield f"optimizer.type: {config.type} is not known; {hint}"
         return
     if config.params.get("bias_correction", True) is not True:
-        yield "optimizer.params.bias_correction: false is not yet supported by ds 0.1; torch's always corrects"
+        yield "optimizer.params.bias_correction: false is not yet supported by ds 0.1; leave it out"
     known = [*_arguments_of(CLASSES[lowered]), *(IMPLEMENTATION if lowered in ADAM else ())]
     for key in config.params:
         if key == "max_grad_norm":
@@ -61,8 +61,8 @@ def _arguments_of(kind: type[torch.optim.Optimizer]) -> list[str]:
 def build_optimizer(config: OptimizerConfig, parameters: Iterable[Any]) -> torch.optim.Optimizer:
     """The torch optimizer that a name means.
 
-    As in DeepSpeed ``Adam`` is AdamW unless ``adam_w_mode`` is false, ``AdamW`` always is, and the weight decay
-    of both is 0 when it is not given (with ``torch_adam`` torch's own default holds).
+    As in DeepSpeed ``Adam`` is AdamW unless ``adam_w_mode`` is false, ``AdamW`` always is, and both have
+    weight decay 0 when it is not given (with ``torch_adam`` torch's own default holds).
 
     Raises:
         ConfigError: the name or an argument is unknown or not supported, or torch refuses a value.

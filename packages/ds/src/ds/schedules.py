@@ -1,7 +1,7 @@
 """DeepSpeed's learning-rate schedules on torch's scheduler interface: formulas over the steps taken.
 
-DeepSpeed counts from -1, so that its step ``k`` (from 0) has the rate of batch ``k - 1``: a warm-up begins with
-two steps at its lowest rate. That is kept, so that a run gives the same rates here.
+DeepSpeed counts from -1, so that its step ``k`` (from 0) has the rate of batch ``k - 1``: a warm-up begins
+with two steps at its lowest rate. That is kept, so that a run gives the same rates here.
 """
 
 import difflib
@@ -114,7 +114,7 @@ class WarmupDecayLR(WarmupLR):
 
 
 class WarmupCosineLR(LRScheduler):
-    """Ratios of each group's own rate: from ``warmup_min_ratio`` to 1, then a half cosine to ``cos_min_ratio``.
+    """Ratios of each group's own rate: ``warmup_min_ratio`` to 1, then a half cosine to ``cos_min_ratio``.
 
     The very first step has rate 0, as in DeepSpeed.
     """
@@ -188,8 +188,8 @@ class LRRangeTest(LRScheduler):
 class OneCycle(LRScheduler):
     """Up to ``cycle_max_lr``, down to ``cycle_min_lr``, then decay; the first beta goes the other way.
 
-    Optimizers without betas keep their momentum, as in DeepSpeed. The second beta is kept, too (DeepSpeed sets it
-    to 0.99). Stairs divide each half of the cycle into that many flat pieces.
+    Optimizers without betas keep their momentum, as in DeepSpeed. The second beta is kept, too (DeepSpeed
+    sets it to 0.99). Stairs divide each half of the cycle into that many flat pieces.
 
     Source: Smith, arXiv:1803.09820.
     """
