@@ -19,6 +19,8 @@ logger = logging.getLogger(__name__)
 ALIASES = {"bfloat16": "bf16"}
 BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 NAMES_SHOWN = 6
+SOURCE_SHOWN = 200
+SOURCE_SHOWN = 200
 Source = Mapping[str, Any] | str | Path
 
 
@@ -73,13 +75,13 @@ def _text_of(source: str | Path) -> tuple[str, str]:
         path = Path(source)
         if path.is_file():
             return path.read_text(encoding="utf-8"), str(source)
-        return base64.b64decode(
-            str(source), altchars=b"-_", validate=True
-        ).decode(), "the base64 configuration"
+        decoded = base64.b64decode(str(source), altchars=b"-_", validate=True).decode()
+        if decoded.lstrip().startswith("{"):
+            return decoded, "the base64 configuration"
     except (binascii.Error, ValueError, OSError):
-        raise ConfigError(
-            f"config must be a dict, a path or base64 of JSON; there is no file {source}"
-        ) from None
+        pass  # neither; said below
+    shown = str(source)[:SOURCE_SHOWN]
+    raise ConfigError(f"config must be a dict, a path or base64 of a JSON object; there is no file '{shown}'")
 
 
 def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
