@@ -1,76 +1,106 @@
 """What the demo shows: a live bar when a person watches, plain lines otherwise."""
 
-from typing import Any
-
 from rich.console import Console
-from rich.panel import Panel
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.padding import Padding
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.text import Text
 
-import ds_comm
-from ds.demo.model import GPTConfig
+from ds.demo.options import Result, Sample, Started, Step
 
-PLAIN_LINES = 10
+PLAIN_LINES = 12
 
 
 class Display:
-    """Progress of the training on one console; silent on all ranks but one.
+    """Shows the messages of rank 0 on one console."""
 
-    Args:
-        steps: steps to come.
-        shown: whether this rank shows anything.
-    """
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._started: Started | None = None
+        self._progress: Progress | None = None
+        self._task = TaskID(0)
 
-    def __init__(self, steps: int, *, shown: bool) -> None:
-        self._steps = steps
-        self._console = Console(quiet=not shown, stderr=False)
-        self._planned = 0
-        self._bar: Progress | None = None
-        self._task: Any = None
-
-    def start(self, config: GPTConfig, world: ds_comm.World, stage: int, planned_bytes: int) -> None:
-        """Say what will be trained, and open the bar."""
-        self._planned = planned_bytes
+    def started(self, message: Started) -> None:
+        """Say what will be trained on what."""
+        self._started = message
         self._console.print(
-            f"GPT of {config.depth} blocks, width {config.width}, {config.vocabulary} tokens; ZeRO stage {stage} "
-            f"on {world.world_size} rank(s), {world.device}; plan {_mb(planned_bytes)} per rank"
+            f"GPT with {message.num_parameters / 1e6:.1f} M parameters, {message.num_tokens:,} tokens of text"
+            f", {message.steps} steps\n"
+            f"ZeRO stage {message.stage} on {message.ranks} {message.device} rank(s), {message.dtype}; "
+            f"plan: {mb(message.planned_bytes)} per rank",
+            highlight=False,
         )
 
-    def _open_bar(self) -> None:
-        if self._console.is_terminal and self._bar is None:
-            columns = [
-                "step {task.completed}/{task.total}",
-                "loss {task.fields[loss]:.3f}",
-                "{task.fields[rest]}",
-            ]
-            parts = [
-                TextColumn(columns[0]),
-                BarColumn(bar_width=16),
-                *(TextColumn(text) for text in columns[1:]),
-            ]
-            self._bar = Progress(*parts, TimeRemainingColumn(), console=self._console)
-            self._task = self._bar.add_task("train", total=self._steps, loss=0.0, rest="")
-            self._bar.start()
+    def sample(self, when: str, text: str, loss: float) -> None:
+        """Show what the model writes."""
+        self._console.print(f"\n{when} training, held-out loss {loss:.3f}, it writes:", style="bold")
+        self._console.print(Padding(Text(text.strip(), style="italic"), (0, 2)), "")
 
-    def advance(self, step: int, loss: float, tokens_per_s: float, peak_bytes: int) -> None:
+    def untrained(self, message: Sample) -> None:
+        """Show what the untrained model writes."""
+        self.sample("Before", message.text, message.loss)
+
+    def step(self, message: Step) -> None:
         """Show one step."""
-        rest = f"{tokens_per_s:,.0f} tok/s, {_mb(peak_bytes)} of {_mb(self._planned)}"
-        self._open_bar()
-        if self._bar is not None:
-            self._bar.update(self._task, completed=step, loss=loss, rest=rest)
-        elif step == 1 or step % max(1, self._steps // PLAIN_LINES) == 0:
-            self._console.print(f"step {step}/{self._steps}  loss {loss:.3f}  {rest}")
+        if self._started is None:
+            return
+        memory = f"{mb(max(message.peak_bytes))} of {mb(self._started.planned_bytes)}"
+        if self._console.is_terminal:
+            self._bar().update(
+                self._task,
+                completed=message.step,
+                loss=f"{message.loss:.2f}",
+                speed=f"{message.tokens_per_s:,.0f}",
+                memory=memory,
+            )
+            return
+        every = max(1, self._started.steps // PLAIN_LINES)
+        if message.step == 1 or message.step % every == 0 or message.step == self._started.steps:
+            per_rank = " ".join(mb(peak) for peak in message.peak_bytes)
+            self._console.print(
+                f"step {message.step}/{self._started.steps}  loss {message.loss:.3f}  "
+                f"{message.tokens_per_s:,.0f} tokens/s  held per rank: {per_rank} "
+                f"of {mb(self._started.planned_bytes)} planned",
+                highlight=False,
+                soft_wrap=True,
+            )
 
-    def stop(self) -> None:
-        """Close the bar."""
-        if self._bar is not None:
-            self._bar.stop()
+    def _bar(self) -> Progress:
+        if self._progress is None and self._started is not None:
+            self._progress = Progress(
+                TextColumn("{task.completed}/{task.total}"),
+                BarColumn(bar_width=None),
+                TextColumn("loss {task.fields[loss]}"),
+                TextColumn("{task.fields[speed]} tok/s"),
+                TextColumn("{task.fields[memory]}"),
+                TimeRemainingColumn(compact=True),
+                console=self._console,
+                expand=True,
+            )
+            self._task = self._progress.add_task("", total=self._started.steps, loss="", speed="", memory="")
+            self._progress.start()
+        if self._progress is None:
+            raise RuntimeError("a step came before the start")
+        return self._progress
 
-    def text(self, title: str, text: str) -> None:
-        """Show generated text."""
+    def result(self, message: Result, after: str) -> None:
+        """Show what the trained model writes, and what it took."""
+        self.sample("After", after, message.loss_last)
         self._console.print(
-            Panel(text.strip(), title=f"generated {title} training", title_align="left"), markup=False
+            f"Held-out loss {message.loss_first:.3f} -> {message.loss_last:.3f}, "
+            f"{message.tokens_per_s:,.0f} tokens/s, at most {mb(message.peak_bytes)} of "
+            f"{mb(message.planned_bytes)} planned per rank.\n"
+            f"The model is in {message.out}: {message.ranks} safetensors file(s) with their index, "
+            "tokenizer.json, and model.py to load them without ds.",
+            highlight=False,
         )
 
+    def close(self) -> None:
+        """Leave the terminal as it was."""
+        if self._progress is not None:
+            self._progress.stop()
+            self._progress = None
 
-def _mb(num_bytes: int) -> str:
+
+def mb(num_bytes: int) -> str:
+    """Bytes for people."""
     return f"{num_bytes / 1e6:.1f} MB"

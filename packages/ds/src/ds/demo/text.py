@@ -1,16 +1,18 @@
-"""English text that every Python carries, and a tokenizer trained on it."""
+"""English text that every Python carries, a tokenizer trained on the spot, and windows of its tokens."""
 
 from pathlib import Path
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from torch.utils.data import Dataset
 
-# Held out for the loss that is reported: the last part of the text.
+# The last part of the text is held out for the loss that is reported.
 HELD_OUT = 0.05
+MIN_CHARACTERS = 20_000
 
 
-def read_text(path: Path | None) -> str:
-    """The file's text, or Python's own documentation of its syntax (465 kB of English, PSF licence).
+def read_text(path: Path | None = None) -> str:
+    """The file's text, or the manual of the Python language (465 kB of English under the PSF licence).
 
     Raises:
         ValueError: the file is too short to train on.
@@ -20,38 +22,51 @@ def read_text(path: Path | None) -> str:
 
         return "\n\n".join(topics[name] for name in sorted(topics))
     text = path.read_text(errors="replace")
-    if len(text) < 20_000:
-        raise ValueError(f"{path} has {len(text)} characters; the demo needs at least 20,000 to learn from")
+    if len(text) < MIN_CHARACTERS:
+        raise ValueError(
+            f"{path} has {len(text)} characters, too few to learn from; "
+            f"give a text of {MIN_CHARACTERS} or more"
+        )
     return text
 
 
 def train_tokenizer(text: str, vocabulary: int) -> Tokenizer:
-    """A byte-level BPE of ``vocabulary`` tokens trained on ``text``."""
+    """A byte-level BPE of at most ``vocabulary`` tokens, >= 256; the same text gives the same tokens."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # type: ignore[assignment]
     tokenizer.decoder = decoders.ByteLevel()  # type: ignore[assignment]
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=vocabulary, initial_alphabet=alphabet, show_progress=False)
-    tokenizer.train_from_iterator([text[i : i + 10_000] for i in range(0, len(text), 10_000)], trainer)
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocabulary, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+    )
+    tokenizer.train_from_iterator(text.splitlines(keepends=True), trainer)
     return tokenizer
 
 
-class Corpus:
-    """Tokens of a text, split into training and held-out parts."""
+def split_tokens(text: str, tokenizer: Tokenizer) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tokens of the text, int64: the part to train on, and the part held out."""
+    tokens = torch.tensor(tokenizer.encode(text).ids)
+    cut = int(len(tokens) * (1.0 - HELD_OUT))
+    return tokens[:cut], tokens[cut:]
 
-    def __init__(self, text: str, tokenizer: Tokenizer, context: int) -> None:
-        tokens = torch.tensor(tokenizer.encode(text).ids)
-        cut = int(len(tokens) * (1.0 - HELD_OUT))
-        self._train, self._held_out = tokens[:cut], tokens[cut:]
+
+class RandomWindows(Dataset[torch.Tensor]):
+    """``count`` windows of ``context + 1`` tokens that start anywhere; the same ones on every rank.
+
+    Raises:
+        ValueError: there are fewer tokens than one window has.
+    """
+
+    def __init__(self, tokens: torch.Tensor, *, context: int, count: int, seed: int = 0) -> None:
+        if len(tokens) <= context + 1:
+            raise ValueError(f"a window of {context + 1} tokens does not fit into a text of {len(tokens)}")
+        generator = torch.Generator().manual_seed(seed)
+        self._tokens = tokens
         self._length = context + 1
+        self._starts = torch.randint(len(tokens) - self._length, (count,), generator=generator).tolist()
 
-    def batch(self, step: int, *, rank: int, world_size: int, size: int) -> torch.Tensor:
-        """Random windows (size, context + 1) of the training part, different on every step and rank."""
-        generator = torch.Generator().manual_seed(step * world_size + rank)
-        starts = torch.randint(len(self._train) - self._length, (size,), generator=generator)
-        return torch.stack([self._train[start : start + self._length] for start in starts])
+    def __len__(self) -> int:
+        return len(self._starts)
 
-    def held_out(self, size: int) -> torch.Tensor:
-        """The same ``size`` windows of the held-out part every time."""
-        starts = torch.linspace(0, len(self._held_out) - self._length, size).long()
-        return torch.stack([self._held_out[start : start + self._length] for start in starts])
+    def __getitem__(self, index: int) -> torch.Tensor:
+        start = self._starts[index]
+        return self._tokens[start : start + self._length]

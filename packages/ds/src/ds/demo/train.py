@@ -1,10 +1,8 @@
-"""One rank of the demo: train, measure, save, generate."""
+"""One rank of the demo, ``python -m ds.demo.train OPTIONS``: train, measure, save, tell."""
 
-import dataclasses
-import json
+import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import torch
@@ -14,142 +12,162 @@ from torch import nn
 import ds
 import ds_comm
 import ds_zero
-from ds.demo.display import Display
 from ds.demo.model import GPT, GPTConfig, generate, next_token_loss
-from ds.demo.text import Corpus, read_text, train_tokenizer
+from ds.demo.options import (
+    MARK,
+    MICRO_BATCH,
+    SIZES,
+    DemoOptions,
+    Message,
+    Result,
+    Sample,
+    Started,
+    Step,
+    deepspeed_config,
+)
+from ds.demo.text import RandomWindows, read_text, split_tokens, train_tokenizer
+from ds.demo.weights import save_weights
 
 PROMPT = "The "
-TOKENS_SHOWN = 60
-HELD_OUT_BATCH = 8
+SAMPLE_TOKENS = 40
+HELD_OUT_WINDOWS = 32
+# Ranks compare the memory they hold every so many steps.
+COMPARE_EVERY = 5
 
 
-class DemoOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """What the ranks are told."""
-
-    stage: int
-    steps: int
-    batch_size: int
-    text: str | None
-    out: str
-    model: dict[str, int]
+def tell(message: Message) -> None:
+    """Send a message to whoever started the ranks."""
+    sys.stdout.write(f"{MARK}{msgspec.json.encode(message).decode()}\n")
+    sys.stdout.flush()
 
 
-def deepspeed_config(options: DemoOptions, *, bf16: bool) -> dict[str, Any]:
-    """The demo's DeepSpeed JSON."""
-    return {
-        "train_micro_batch_size_per_gpu": options.batch_size,
-        "gradient_accumulation_steps": 1,
-        "gradient_clipping": 1.0,
-        "optimizer": {"type": "AdamW", "params": {"lr": 2e-3, "betas": [0.9, 0.95], "weight_decay": 0.1}},
-        "scheduler": {
-            "type": "WarmupCosineLR",
-            "params": {"total_num_steps": options.steps, "warmup_num_steps": max(2, options.steps // 10)},
-        },
-        "bf16": {"enabled": bf16},
-        "zero_optimization": {"stage": options.stage},
-    }
+class Run:
+    """The demo on this rank: text, model and engine, ready to train.
 
-
-def run(options: DemoOptions) -> dict[str, Any]:
-    """Train on this rank among the others; the result is the same on all.
-
-    Collective: every rank.
+    Collective: every rank makes one and calls the same methods.
     """
-    world = ds_comm.init()
-    display = Display(options.steps, shown=world.rank == 0)
-    text = read_text(Path(options.text) if options.text else None)
-    config = GPTConfig(**options.model)
-    tokenizer = train_tokenizer(text, config.vocabulary)
-    corpus = Corpus(text, tokenizer, config.context)
-    torch.manual_seed(0)
-    with ds_zero.sharded_init():
-        model = GPT(config)
-    bf16 = world.device.type != "cpu"  # CPUs without a bf16 unit multiply it several times slower
-    planned = _plan(model, options, world.world_size, bf16=bf16)
-    engine, _, _, _ = ds.initialize(model=model, config=deepspeed_config(options, bf16=bf16))
-    display.start(config, world, options.stage, sum(planned.values()))
-    display.text("before", _continue(engine, tokenizer, config, world.device))
-    first = _held_out_loss(engine, corpus, world.device)
-    begin_s = time.perf_counter()
-    for step in range(options.steps):
-        batch = corpus.batch(step, rank=world.rank, world_size=world.world_size, size=options.batch_size)
-        loss = next_token_loss(engine, batch.to(world.device))
-        engine.backward(loss)
-        engine.step()
-        tokens = (step + 1) * options.batch_size * config.context * world.world_size
-        rate = tokens / (time.perf_counter() - begin_s)
-        display.advance(step + 1, float(loss.detach()), rate, ds_zero.peak_bytes(engine.module))
-    last = _held_out_loss(engine, corpus, world.device)
-    display.stop()
-    display.text("after", _continue(engine, tokenizer, config, world.device))
-    save(engine.module, tokenizer, config, Path(options.out))
-    return {
-        "stage": options.stage,
-        "ranks": world.world_size,
-        "steps": options.steps,
-        "loss_first": round(first, 4),
-        "loss_last": round(last, 4),
-        "tokens_per_s": round(rate, 1),
-        "peak_bytes": ds_zero.peak_bytes(engine.module),
-        "planned_bytes": sum(planned.values()),
-        "device": str(world.device),
-        "out": options.out,
-    }
 
-
-def _plan(model: nn.Module, options: DemoOptions, world_size: int, *, bf16: bool) -> dict[str, int]:
-    optimizer = torch.optim.AdamW(model.parameters())
-    precision = "bf16" if bf16 else "fp32"
-    return ds_zero.plan_bytes(
-        model, optimizer, stage=options.stage, world_size=world_size, precision=precision
-    )
-
-
-@torch.no_grad()
-def _held_out_loss(engine: nn.Module, corpus: Corpus, device: torch.device) -> float:
-    return float(next_token_loss(engine, corpus.held_out(HELD_OUT_BATCH).to(device)))
-
-
-def _continue(engine: nn.Module, tokenizer: Tokenizer, config: GPTConfig, device: torch.device) -> str:
-    prompt = torch.tensor([tokenizer.encode(PROMPT).ids], device=device)
-    tokens = generate(engine, prompt, num_tokens=TOKENS_SHOWN, context=config.context)
-    return tokenizer.decode(tokens[0].tolist())
-
-
-def save(model: nn.Module, tokenizer: Tokenizer, config: GPTConfig, folder: Path) -> None:
-    """Write the weights as one safetensors file per rank, with an index, the tokenizer and the sizes.
-
-    Tensors are gathered one module at a time and dealt out to the ranks, so no rank holds the whole model.
-
-    Collective: every rank.
-    """
-    from safetensors.torch import save_file
-
-    world = ds_comm.current()
-    files = [
-        f"model-{rank + 1:05d}-of-{world.world_size:05d}.safetensors" for rank in range(world.world_size)
-    ]
-    folder.mkdir(parents=True, exist_ok=True)
-    names = dict(model.named_parameters())
-    homes: dict[str, str] = {}
-    mine: dict[str, torch.Tensor] = {}
-    groups: dict[str, list[str]] = {}
-    for name in names:
-        groups.setdefault(".".join(name.split(".")[:2]), []).append(name)
-    for index, members in enumerate(groups.values()):
-        owner = index % world.world_size
-        homes |= dict.fromkeys(members, files[owner])
-        with ds_zero.gathered([names[name] for name in members]):
-            if owner == world.rank:
-                mine |= {name: names[name].detach().to("cpu", copy=True) for name in members}
-    save_file(mine, str(folder / files[world.rank]), metadata={"format": "pt"})
-    if world.rank == 0:
-        total = (
-            sum(parameter.numel() for parameter in GPT(config).parameters())
-            * mine[next(iter(mine))].element_size()
+    def __init__(self, options: DemoOptions) -> None:
+        self.options = options
+        self.world = ds_comm.init()
+        self.all_ranks = ds_comm.Mesh.world().axis("dp")
+        text = read_text(Path(options.text) if options.text else None)
+        sizes = SIZES[options.size]
+        self.tokenizer: Tokenizer = train_tokenizer(text, sizes["vocabulary"])
+        self.config = GPTConfig(**{**sizes, "vocabulary": self.tokenizer.get_vocab_size()})
+        self.train_tokens, self.held_out = split_tokens(text, self.tokenizer)
+        torch.manual_seed(0)
+        with ds_zero.sharded_init():
+            model = GPT(self.config)
+        self.num_parameters = sum(parameter.numel() for parameter in model.parameters())
+        # A CPU without a bf16 unit multiplies bf16 several times slower than fp32.
+        self.bf16 = self.world.device.type != "cpu"
+        self.planned_bytes = self._plan(model)
+        count = options.steps * MICRO_BATCH * self.world.world_size
+        windows = RandomWindows(self.train_tokens, context=self.config.context, count=count)
+        self.engine, _, self.batches, _ = ds.initialize(
+            model=model, training_data=windows, config=deepspeed_config(options, bf16=self.bf16)
         )
-        index_text = json.dumps({"metadata": {"total_size": total}, "weight_map": homes}, indent=2)
-        (folder / "model.safetensors.index.json").write_text(index_text)
-        (folder / "config.json").write_text(json.dumps(dataclasses.asdict(config), indent=2))
-        tokenizer.save(str(folder / "tokenizer.json"))
-    ds_comm.Mesh.world().axis("dp").barrier(tag="demo saved")
+        self.tokens_per_s = 0.0
+
+    @property
+    def dtype(self) -> str:
+        """Of the parameters in forward and backward."""
+        return "bf16" if self.bf16 else "fp32"
+
+    def _plan(self, model: nn.Module) -> int:
+        planned = ds_zero.plan_bytes(
+            model,
+            torch.optim.AdamW(model.parameters()),
+            stage=self.options.stage,
+            world_size=self.world.world_size,
+            precision=self.dtype,
+        )
+        return sum(planned.values())
+
+    def peaks(self) -> tuple[int, ...]:
+        """Most bytes that each rank's engine held at once so far, in rank order."""
+        mine = torch.tensor([ds_zero.peak_bytes(self.engine.module)], dtype=torch.float64)
+        return tuple(int(peak) for peak in self.all_ranks.exchange(mine, tag="demo peak bytes")[:, 0])
+
+    @torch.no_grad()
+    def held_out_loss(self) -> float:
+        """Mean loss over windows of the held-out text, dealt out to the ranks."""
+        world_size = self.world.world_size
+        count = -(-HELD_OUT_WINDOWS // world_size) * world_size
+        windows = RandomWindows(self.held_out, context=self.config.context, count=count, seed=1)
+        mine = torch.stack([windows[index] for index in range(self.world.rank, count, world_size)])
+        self.engine.eval()
+        loss = next_token_loss(self.engine, mine.to(self.world.device)).double().reshape(1).cpu()
+        self.engine.train()
+        return float(self.all_ranks.exchange(loss, tag="demo held-out loss").mean())
+
+    def sample(self) -> str:
+        """What the model writes now; all ranks run it together, units being gathered as they are needed."""
+        prompt = torch.tensor([self.tokenizer.encode(PROMPT).ids], device=self.world.device)
+        tokens = generate(self.engine, prompt, num_tokens=SAMPLE_TOKENS, context=self.config.context)
+        return self.tokenizer.decode(tokens[0].tolist())
+
+    def train(self) -> None:
+        """All steps; rank 0 tells each."""
+        if self.batches is None:
+            raise RuntimeError("ds.initialize gave no loader for training_data")
+        tokens_per_step = MICRO_BATCH * self.config.context * self.world.world_size
+        peaks = self.peaks()
+        begin_s = time.perf_counter()
+        for step, batch in enumerate(self.batches, start=1):
+            loss = next_token_loss(self.engine, batch.to(self.world.device))
+            self.engine.backward(loss)
+            self.engine.step()
+            self.tokens_per_s = step * tokens_per_step / (time.perf_counter() - begin_s)
+            if step <= 2 or step % COMPARE_EVERY == 0:
+                peaks = self.peaks()
+            if self.world.rank == 0:
+                tell(Step(step=step, loss=loss.item(), tokens_per_s=self.tokens_per_s, peak_bytes=peaks))
+
+
+def run_rank(options: DemoOptions) -> Result:
+    """The whole demo on this rank among the others.
+
+    Collective: every rank.
+    """
+    run = Run(options)
+    started = Started(
+        ranks=run.world.world_size,
+        device=run.world.device.type,
+        stage=options.stage,
+        dtype=run.dtype,
+        num_parameters=run.num_parameters,
+        num_tokens=len(run.train_tokens),
+        steps=options.steps,
+        planned_bytes=run.planned_bytes,
+    )
+    first, text = run.held_out_loss(), run.sample()
+    if run.world.rank == 0:
+        tell(started)
+        tell(Sample(text=text, loss=first))
+    run.train()
+    last = run.held_out_loss()
+    save_weights(run.engine.module, run.config, run.tokenizer, Path(options.out))
+    result = Result(
+        stage=options.stage,
+        ranks=run.world.world_size,
+        device=run.world.device.type,
+        dtype=run.dtype,
+        steps=options.steps,
+        num_parameters=run.num_parameters,
+        loss_first=first,
+        loss_last=last,
+        tokens_per_s=run.tokens_per_s,
+        peak_bytes=max(run.peaks()),
+        planned_bytes=run.planned_bytes,
+        out=options.out,
+    )
+    if run.world.rank == 0:
+        tell(result)
+    return result
+
+
+if __name__ == "__main__":
+    run_rank(msgspec.json.decode(sys.argv[1], type=DemoOptions))
+    ds_comm.shutdown()
