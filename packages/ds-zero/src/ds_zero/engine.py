@@ -208,7 +208,7 @@ class Engine:
         return on_gradient
 
     def _has_all_gradients(self, unit: Unit) -> bool:
-        return all(gradient.pending <= gradient.absent for gradient in self._of_unit[unit.label])
+        return all(not gradient.pending for gradient in self._of_unit[unit.label])
 
     def _begin_backward(self) -> None:
         if self._in_backward:
@@ -222,8 +222,6 @@ class Engine:
     def _end_backward(self) -> None:
         self._in_backward = False
         self.backward.end()
-        for gradient in self.gradients:
-            gradient.end_backward()
         self.reducer.end_backward()
 
     def _cast_inputs(self, module: nn.Module, args: Any, kwargs: Any) -> Any:

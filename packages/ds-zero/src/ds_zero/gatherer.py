@@ -12,6 +12,7 @@ class Unit:
         pins: how many uses want the unit gathered; released at zero.
         backward_uses: forward calls whose backward is under way.
         in_backward: whether backward holds one of the pins.
+        needs_all_gradients: it is held for a use whose end only the parameters' gradients show.
     """
 
     def __init__(self, label: str, flats: Sequence[FlatParameters]) -> None:
@@ -20,6 +21,7 @@ class Unit:
         self.pins = 0
         self.backward_uses: set[int] = set()
         self.in_backward = False
+        self.needs_all_gradients = False
 
     @property
     def is_sharded(self) -> bool:

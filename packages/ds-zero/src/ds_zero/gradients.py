@@ -34,7 +34,6 @@ class FlatGradients:
             owned slice of ``full`` until a second reduction needs both.
         num_reduced: reductions since the last ``zero``.
         pending: slots whose gradient has not arrived in this backward.
-        absent: slots whose gradient did not arrive in the last one.
     """
 
     def __init__(
@@ -46,7 +45,6 @@ class FlatGradients:
         self.whole: torch.Tensor | None = None  # stage 0: F fp32 elements, the reduced gradient of everyone
         self.num_reduced = 0
         self.pending: set[int] = set()
-        self.absent: set[int] = set()
         self._fill = [Fill.NONE] * len(flat.parameters)
         self._touched = [False] * len(flat.parameters)
         self._pool = pool
@@ -69,11 +67,6 @@ class FlatGradients:
     def begin_backward(self) -> None:
         """Expect a gradient of every parameter."""
         self.pending = set(range(len(self._fill)))
-
-    def end_backward(self) -> None:
-        """Remember which gradients did not come."""
-        self.absent = self.pending
-        self.pending = set()
 
     def accept(self, index: int, *, keep: bool) -> None:
         """Take the gradient autograd just put on parameter ``index``.

@@ -52,7 +52,7 @@ class Backward:
         use = next(self._uses)
         left = differentiable(inputs)
 
-        def enter(_: torch.Tensor) -> None:
+        def enter(_: Any) -> None:
             self._begin()
             for unit in units:
                 self._enter(unit, use, tracked=bool(left))
@@ -62,13 +62,21 @@ class Backward:
                 unit.backward_uses.discard(use)
                 self.settle(unit)
 
-        register_multi_grad_hook(reached, enter, mode="any")
+        # Hooks of a tensor run before hooks of the node that made it: so the unit that took a tensor lets go before
+        # the unit that gave it is gathered, and the two are never there together.
+        for tensor in reached:
+            if tensor.grad_fn is None:
+                tensor.register_hook(enter)
+            else:
+                tensor.grad_fn.register_prehook(enter)
         if left:
             register_multi_grad_hook(left, leave, mode="all")
 
     def _enter(self, unit: Unit, use: int, *, tracked: bool) -> None:
         if tracked:
             unit.backward_uses.add(use)
+        else:
+            unit.needs_all_gradients = True
         if not unit.in_backward:
             unit.in_backward = True
             self._held.append(unit)
@@ -77,21 +85,30 @@ class Backward:
     def ensure(self, unit: Unit, _: torch.Tensor) -> None:
         """Have ``unit`` gathered: autograd is about to put a gradient on one of its parameters."""
         self._begin()
-        self._enter(unit, -1, tracked=False)
+        if not unit.in_backward:
+            self._enter(unit, -1, tracked=False)
 
     def settle(self, unit: Unit) -> None:
-        """Release ``unit`` if no use of it is under way and the gradients that came last time are here."""
-        if unit.in_backward and not unit.backward_uses and self._is_done(unit):
-            unit.in_backward = False
-            self._held.remove(unit)
-            self._gatherer.unpin(unit)
+        """Release ``unit`` if the backward of every use that was entered is over.
+
+        A use whose inputs need no gradient shows its end only by the gradients of the unit's parameters.
+        """
+        if not unit.in_backward or unit.backward_uses:
+            return
+        if unit.needs_all_gradients and not self._is_done(unit):
+            return
+        self._held.remove(unit)
+        self._let_go(unit)
+
+    def _let_go(self, unit: Unit) -> None:
+        unit.in_backward = unit.needs_all_gradients = False
+        unit.backward_uses.clear()
+        self._gatherer.unpin(unit)
 
     def end(self) -> None:
         """Release whatever backward still holds."""
         for unit in self._held:
-            unit.in_backward = False
-            unit.backward_uses.clear()
-            self._gatherer.unpin(unit)
+            self._let_go(unit)
         self._held.clear()
         self._gatherer.end_pass()
 
