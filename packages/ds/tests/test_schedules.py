@@ -30,10 +30,18 @@ def first(name, params, steps):
 
 
 def test_deepspeeds_names_are_there():
-    assert sorted(VALID_LR_SCHEDULES) == ["LRRangeTest", "OneCycle", "WarmupCosineLR", "WarmupDecayLR", "WarmupLR"]
+    assert sorted(VALID_LR_SCHEDULES) == [
+        "LRRangeTest",
+        "OneCycle",
+        "WarmupCosineLR",
+        "WarmupDecayLR",
+        "WarmupLR",
+    ]
     needed = {"OneCycle": {"cycle_min_lr": 0.1, "cycle_max_lr": 0.2}}
     for name in VALID_LR_SCHEDULES:
-        params = needed.get(name, {"total_num_steps": 9} if name in ("WarmupDecayLR", "WarmupCosineLR") else {})
+        params = needed.get(
+            name, {"total_num_steps": 9} if name in ("WarmupDecayLR", "WarmupCosineLR") else {}
+        )
         assert len(first(name, params, 3)) == 3
 
 
@@ -51,7 +59,12 @@ def test_warm_up_grows_on_a_line_to_each_groups_own_rate():
 
 
 def test_a_list_gives_every_group_its_own_rate():
-    params = {"warmup_min_lr": [0.0, 1.0], "warmup_max_lr": [2.0, 3.0], "warmup_num_steps": 2, "warmup_type": "linear"}
+    params = {
+        "warmup_min_lr": [0.0, 1.0],
+        "warmup_max_lr": [2.0, 3.0],
+        "warmup_num_steps": 2,
+        "warmup_type": "linear",
+    }
     assert rates("WarmupLR", params, steps=4, groups=2) == [[0.0, 1.0], [0.0, 1.0], [1.0, 2.0], [2.0, 3.0]]
     with pytest.raises(ConfigError, match="one value for each of the 1 parameter groups, got 2"):
         rates("WarmupLR", params, steps=1)
@@ -113,7 +126,12 @@ def test_one_cycle_leaves_momentum_alone_without_betas():
 
 
 def test_one_cycle_climbs_stairs():
-    params = {"cycle_min_lr": 0.0, "cycle_max_lr": 1.0, "cycle_first_step_size": 4, "cycle_first_stair_count": 2}
+    params = {
+        "cycle_min_lr": 0.0,
+        "cycle_max_lr": 1.0,
+        "cycle_first_step_size": 4,
+        "cycle_first_stair_count": 2,
+    }
     assert first("OneCycle", params, 9) == [0, 0, 0.5, 0.5, 1, 0.5, 0.5, 0, 0]
 
 
