@@ -1,4 +1,4 @@
-"""A small GPT in plain torch, to be read in one sitting; knows nothing of ds, and is saved with its weights."""
+"""A small GPT in plain torch, to be read in one sitting; knows nothing of ds and travels with its weights."""
 
 import dataclasses
 import json
