@@ -1,4 +1,4 @@
-"""What happened: the records that runtimes emit and profilers read. Times are ``time.perf_counter`` seconds."""
+"""What happened: records that runtimes emit and profilers read. Times are ``time.perf_counter`` seconds."""
 
 import msgspec
 
