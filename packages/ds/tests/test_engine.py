@@ -83,7 +83,7 @@ def test_the_weights_are_those_of_a_plain_loop(stage):
     got = engine.module_state_dict()
     assert list(got) == list(expected)
     for name, value in expected.items():
-        # One sum over all parameters against one norm per parameter: the clipping factor may differ in its last bits.
+        # The norm is summed in another order: the clipping factor may differ in its last bits.
         torch.testing.assert_close(got[name], value, rtol=1e-5, atol=1e-6, msg=name)
     engine.destroy()
     torch.testing.assert_close(engine.module.embed.weight, expected["embed.weight"], rtol=1e-5, atol=1e-6)
@@ -110,8 +110,12 @@ def test_steps_are_counted():
         engine.step()
         seen.append((boundary, engine.was_step_applied(), engine.global_steps, engine.global_samples))
     assert seen == [
-        (False, False, 0, 0), (True, True, 1, 8), (False, False, 1, 8), (True, True, 2, 16), (False, False, 2, 16),
-    ]  # fmt: skip
+        (False, False, 0, 0),
+        (True, True, 1, 8),
+        (False, False, 1, 8),
+        (True, True, 2, 16),
+        (False, False, 2, 16),
+    ]
     assert (engine.micro_steps, engine.skipped_steps) == (5, 0)
     assert engine.get_global_grad_norm() > 0
     assert engine.lr_scheduler.last_epoch == 2

@@ -101,7 +101,8 @@ def does_not_divide():
 def test_a_batch_that_does_not_divide_is_told_on_every_rank():
     with pytest.raises(RankFailedError) as caught:
         run_ranks(does_not_divide, 3)
-    said = "8 / (3 data-parallel ranks * gradient_accumulation_steps 2 = 6) is not whole; the nearest that are: 6 or 12"
+    said = "8 / (3 data-parallel ranks * gradient_accumulation_steps 2 = 6) is not whole; "
+    said += "the nearest that are: 6 or 12"
     assert [said in text for text in caught.value.errors.values()] == [True, True, True]
 
 
@@ -114,4 +115,4 @@ def read_data():
 def test_ranks_share_the_data():
     (_, first), (_, second) = run_ranks(read_data, 2)
     assert [len(batch) for batch in first + second] == [2] * 8
-    assert sorted(sum(first + second, [])) == list(range(16))
+    assert sorted(index for batch in first + second for index in batch) == list(range(16))

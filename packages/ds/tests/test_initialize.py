@@ -116,7 +116,7 @@ def test_the_loader_gives_micro_batches_in_a_new_order_every_epoch():
     )
     epochs = [[batch.tolist() for (batch,) in loader] for _ in range(2)]
     assert [len(batch) for batch in epochs[0]] == [2] * 5
-    assert sorted(sum(epochs[0], [])) == sorted(sum(epochs[1], [])) == list(range(10))
+    assert [sorted(index for batch in epoch for index in batch) for epoch in epochs] == [list(range(10))] * 2
     assert epochs[0] != epochs[1]
 
 
@@ -149,7 +149,7 @@ def test_ranks_see_different_samples_and_equally_many():
         for rank in range(4)
     ]
     assert [len(part) for part in parts] == [3, 3, 3, 3]
-    assert set(sum(parts, [])) == set(range(10))
+    assert {index for part in parts for index in part} == set(range(10))
 
 
 def test_scripts_find_their_arguments():

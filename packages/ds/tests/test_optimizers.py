@@ -51,7 +51,9 @@ def test_optimizers_that_come_later_are_named(name):
 
 
 def test_values_that_torch_refuses():
-    with pytest.raises(ConfigError, match="optimizer.params: AdamW refuses them: Invalid learning rate: -1"):
+    with pytest.raises(
+        ConfigError, match=r"optimizer\.params: AdamW refuses them: Invalid learning rate: -1"
+    ):
         build("AdamW", lr=-1)
 
 

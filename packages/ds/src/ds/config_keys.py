@@ -29,7 +29,7 @@ ACCEPTED: dict[str, str] = {
     "aio": "only offload to disk reads it",
     "allgather_size": "gathers go by unit",
     "checkpoint.checkpoint_serialization": "nothing is pickled",
-    "checkpoint.tag_validation": "ranks always agree on what they save",
+    "checkpoint.tag_validation": "there are no checkpoints yet",
     "checkpoint.use_node_local_storage": "there are no checkpoints yet",
     "disable_allgather": "gathers follow the stage",
     "dump_state": "`ds report` and the log show the state",
@@ -49,13 +49,12 @@ ACCEPTED: dict[str, str] = {
     "optimizer.legacy_fusion": "torch's fused optimizers are used where there are any",
     "zero_optimization.allgather_bucket_size": "gathers go by unit",
     "zero_optimization.allgather_partitions": "gathers follow the stage",
-    "zero_optimization.compute_grad_norm": "the norm is always computed, it finds NaN",
+    "zero_optimization.compute_grad_norm": "the norm is always computed; it finds NaN",
     "zero_optimization.contiguous_gradients": "gradients always lie in one flat buffer",
     "zero_optimization.cpu_offload_use_pin_memory": "only offload reads it",
     "zero_optimization.elastic_checkpoint": "there are no checkpoints yet",
     "zero_optimization.enable_sanity_checks": "the calls of ranks are always compared",
     "zero_optimization.ignore_unused_parameters": "unused parameters are handled",
-    "zero_optimization.leaf_module": "modules that some ranks skip are named in an error",
     "zero_optimization.legacy_stage1": "all stages are one engine",
     "zero_optimization.load_from_fp32_weights": "there are no checkpoints yet",
     "zero_optimization.log_trace_cache_warnings": "a changing graph is no reason to warn",
@@ -120,8 +119,8 @@ COMPILE = _off(
 AUTOTUNING = _switched(
     "fast results_dir exps_dir overwrite start_profile_step end_profile_step metric metric_path tuner_type "
     "tuner_early_stopping tuner_num_trials arg_mappings model_info model_info_path mp_size "
-    "max_train_batch_size min_train_batch_size max_train_micro_batch_size_per_gpu min_train_micro_batch_size_per_gpu "
-    "num_tuning_micro_batch_sizes"
+    "max_train_batch_size min_train_batch_size max_train_micro_batch_size_per_gpu "
+    "min_train_micro_batch_size_per_gpu num_tuning_micro_batch_sizes"
 )
 ELASTICITY = _switched(
     "max_train_batch_size micro_batch_sizes min_gpus max_gpus num_gpus_per_node model_parallel_size min_time "
@@ -223,6 +222,10 @@ REFUSED: dict[str, Refused] = {
         False, "offload of the optimizer is not there; use stage 2 or 3"
     ),
     "zero_optimization.cpu_offload_param": Refused(False, "offload of parameters is not there; use stage 3"),
+    "zero_optimization.leaf_module": Refused(
+        {"classes": [], "names": [], "name_suffixes": []},
+        "units are the blocks of the model; ds_zero.shard(units=...) takes others by name",
+    ),
     "zero_optimization.mics_hierarchical_params_gather": Refused(
         False, "parameters are sharded over all ranks"
     ),
