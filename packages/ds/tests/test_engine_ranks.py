@@ -1,5 +1,7 @@
 """The engine on several ranks: the same numbers as one plain process, the same bits at every stage."""
 
+import logging
+
 import pytest
 import torch
 from torch import nn
@@ -116,3 +118,23 @@ def test_ranks_share_the_data():
     (_, first), (_, second) = run_ranks(read_data, 2)
     assert [len(batch) for batch in first + second] == [2] * 8
     assert sorted(index for batch in first + second for index in batch) == list(range(16))
+
+
+def lines_in_the_log():
+    lines = []
+
+    class Keep(logging.Handler):
+        def emit(self, record):
+            lines.append(record.getMessage())
+
+    logger = logging.getLogger("ds")
+    logger.setLevel(logging.INFO)
+    logger.addHandler(Keep())
+    ds.initialize(model=model(), config=CONFIG | {"zero_optimization": {"overlap_comm": True}})
+    return lines
+
+
+def test_only_rank_0_says_what_all_know():
+    first, second = run_ranks(lines_in_the_log, 2)
+    assert [line.split()[0] for line in first] == ["zero_optimization.overlap_comm", "optimizer"]
+    assert second == []

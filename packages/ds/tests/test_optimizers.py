@@ -37,7 +37,7 @@ def test_adam_says_that_it_is_adamw(caplog):
     caplog.set_level(logging.INFO)
     build("Adam", betas=[0.8, 0.9])
     assert [record.message for record in caplog.records] == [
-        'optimizer "Adam" is AdamW, as in DeepSpeed; set optimizer.params.adam_w_mode to false for Adam'
+        'optimizer "Adam" is AdamW, as in DeepSpeed; set params.adam_w_mode to false for Adam'
     ]
     caplog.clear()
     build("AdamW")

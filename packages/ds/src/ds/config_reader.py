@@ -13,6 +13,7 @@ from pydantic import BaseModel, ValidationError
 
 from ds.config import Batch, Config, ConfigError, solve_batch
 from ds.config_keys import ACCEPTED, REFUSED, requests, unknown_inside
+from ds.rank_log import log_once
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +47,11 @@ def read_config(source: Source, *, data_parallel_size: int | None = None) -> Con
     if mistakes:
         raise ConfigError(*mistakes)
     if "gradient_clipping" not in raw:
-        logger.info("gradient_clipping is not set: DeepSpeed's default of 1.0 applies; set it to 0 for none")
+        log_once(
+            logger,
+            logging.INFO,
+            "gradient_clipping is not set: DeepSpeed's default of 1.0 applies; set it to 0 for none",
+        )
     return config
 
 
@@ -133,7 +138,7 @@ class _Walk:
 
     def _sort(self, path: str, value: Any) -> None:
         if path in ACCEPTED:
-            logger.info("%s is accepted and not needed: %s", path, ACCEPTED[path])
+            log_once(logger, logging.INFO, "%s is accepted and not needed: %s", path, ACCEPTED[path])
         elif path in REFUSED:
             entry = REFUSED[path]
             self.mistakes += [
@@ -144,7 +149,7 @@ class _Walk:
                 self._unknown(unknown, known)
         elif path in known_paths():
             # Frameworks write "zero_optimization.reduce_bucket_size" at the top level; DeepSpeed ignores it.
-            logger.info("%s is ignored: a key with a dot says nothing; nest it", path)
+            log_once(logger, logging.INFO, "%s is ignored: a key with a dot says nothing; nest it", path)
         else:
             self._unknown(path, list(known_at(path.rpartition(".")[0])))
 

@@ -14,6 +14,7 @@ import ds_comm
 import ds_zero
 from ds.compat import DeepSpeedNames
 from ds.config import Batch, Config
+from ds.rank_log import log_once
 
 logger = logging.getLogger(__name__)
 
@@ -130,8 +131,10 @@ class Engine(DeepSpeedNames, nn.Module):
 
     def _print_progress(self) -> None:
         every = self.parsed_config.steps_per_print
-        if every and self._world.rank == 0 and self.global_steps % every == 0:
-            logger.info(
+        if every and self.global_steps % every == 0:
+            log_once(
+                logger,
+                logging.INFO,
                 "step %d, skipped %d, lr %s, gradient norm %s",
                 self.global_steps,
                 self.skipped_steps,

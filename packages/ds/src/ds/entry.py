@@ -18,6 +18,7 @@ from ds.config_reader import read_config
 from ds.engine import Engine
 from ds.loader import ShardedLoader
 from ds.optimizers import build_optimizer
+from ds.rank_log import log_once
 from ds.schedules import build_scheduler
 
 logger = logging.getLogger(__name__)
@@ -109,7 +110,9 @@ def _optimizer(
     config: Config, given: OptimizerLike | None, parameters: Iterable[Any] | None, model: nn.Module
 ) -> torch.optim.Optimizer | None:
     if given is not None and config.optimizer is not None:
-        logger.info("optimizer of the configuration is not used: initialize() was given one")
+        log_once(
+            logger, logging.INFO, "optimizer of the configuration is not used: initialize() was given one"
+        )
     if isinstance(given, torch.optim.Optimizer):
         return given
     trainable = (parameter for parameter in model.parameters() if parameter.requires_grad)
@@ -131,7 +134,9 @@ def _scheduler(
             "scheduler: there is no optimizer to schedule; give one, or leave the scheduler out"
         )
     if given is not None and config.scheduler is not None:
-        logger.info("scheduler of the configuration is not used: initialize() was given one")
+        log_once(
+            logger, logging.INFO, "scheduler of the configuration is not used: initialize() was given one"
+        )
     if isinstance(given, LRScheduler):
         return given
     if given is not None:

@@ -11,8 +11,8 @@ class ShardedLoader(DataLoader[Any]):
     """A DataLoader whose ranks see different samples, all of them the same number.
 
     The order is another one in every epoch and the same on all ranks, seeded by the number of the epoch. When
-    the samples do not divide, some come twice; with ``drop_last`` some are left out. An ``IterableDataset`` is
-    read as it is: it splits itself.
+    the samples do not divide, some come twice; with ``drop_last`` some are left out. An ``IterableDataset``
+    is read as it is: it splits itself.
     """
 
     def __init__(

@@ -10,6 +10,7 @@ import torch
 
 from ds.config import ConfigError, OptimizerConfig
 from ds.config_keys import OPTIMIZERS_NOT_YET
+from ds.rank_log import log_once
 
 logger = logging.getLogger(__name__)
 
@@ -87,12 +88,16 @@ def _adam(config: OptimizerConfig, arguments: dict[str, Any]) -> type[torch.opti
     if "weight_decay" not in arguments and not config.params.get("torch_adam", False):
         arguments["weight_decay"] = 0.0
         if config.type.lower() == "adamw":
-            logger.info(
-                "optimizer.params.weight_decay is not set: DeepSpeed's default of 0 applies, not torch's 0.01"
+            log_once(
+                logger,
+                logging.INFO,
+                "optimizer.params.weight_decay is not set: DeepSpeed's default of 0 applies",
             )
     if config.type.lower() == "adam" and config.params.get("adam_w_mode", True):
-        logger.warning(
-            'optimizer "%s" is AdamW, as in DeepSpeed; set optimizer.params.adam_w_mode to false for Adam',
+        log_once(
+            logger,
+            logging.WARNING,
+            'optimizer "%s" is AdamW, as in DeepSpeed; set params.adam_w_mode to false for Adam',
             config.type,
         )
         return torch.optim.AdamW
