@@ -89,6 +89,10 @@ class _Agent(LocalElasticAgent):
             self._ranks.stop(death_sig)
             super()._shutdown(death_sig, *args, **kwargs)
 
+    def close(self) -> None:
+        """Give up the place where the ranks met."""
+        self._rdzv_handler.shutdown()
+
 
 @contextmanager
 def _deaf() -> Iterator[None]:
@@ -136,27 +140,43 @@ def launch(
         raise ValueError(f"launch needs at least 1 rank, got {num_ranks}")
     run_id = f"ds-run-{uuid.uuid4()}"
     logs, ranks = RankLogs(log_dir, num_ranks), RankProcesses(run_id)
+    given = [f"{name}={value}" for name, value in (variables or {}).items()]
+    start = [rank_start.__file__, str(os.getpid()), str(log_dir), *given]
+    spec = WorkerSpec(
+        role="rank",
+        local_world_size=num_ranks,
+        entrypoint=sys.executable,
+        args=("-I", "-S", *start, "--", *command),
+        rdzv_handler=_rendezvous(run_id, master_port),
+        max_restarts=0,
+        monitor_interval=LOOK_EVERY_S,
+        local_addr=HOST,
+    )
+    follower = LogFollower(logs, on_line) if on_line is not None else None
+    try:
+        stopped_by = _run(_Agent(spec, logs, ranks))
+    finally:
+        if follower is not None:
+            follower.close()
+    return _result(ranks.ended, logs, stopped_by)
+
+
+def _run(agent: _Agent) -> signal.Signals | None:
+    """Run to the end; the signal that stopped it."""
     # The result says what the agent would log, once and with the cause first.
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     for name in ("agent.server.api", "agent.server.local_elastic_agent", "multiprocessing.api"):
         logging.getLogger(f"torch.distributed.elastic.{name}").setLevel(logging.CRITICAL)
     handlers = {number: signal.getsignal(number) for number in HANDLED}
-    handler = _rendezvous(run_id, master_port)
-    spec = _worker_spec(command, num_ranks, variables or {}, handler)
-    follower = LogFollower(logs, on_line) if on_line is not None else None
-    stopped_by: signal.Signals | None = None
     try:
-        _Agent(spec, logs, ranks).run()
+        agent.run()
     except SignalException as stopped:
-        stopped_by = stopped.sigval
+        return stopped.sigval
     finally:
         with _deaf():
-            handler.shutdown()
-            if follower is not None:
-                follower.close()
-        for number, before in handlers.items():
-            signal.signal(number, before)
-    return _result(ranks.ended, logs, stopped_by)
+            agent.close()
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+    return None
 
 
 def _rendezvous(run_id: str, port: int) -> RendezvousHandler:
@@ -173,22 +193,6 @@ def _rendezvous(run_id: str, port: int) -> RendezvousHandler:
         return registry.get_rendezvous_handler(parameters)
     except RendezvousError as error:
         raise ValueError(f"the ranks cannot meet at port {port}, it is taken; leave the port out") from error
-
-
-def _worker_spec(
-    command: Sequence[str], num_ranks: int, variables: Mapping[str, str], handler: RendezvousHandler
-) -> WorkerSpec:
-    given = [f"{name}={value}" for name, value in variables.items()]
-    return WorkerSpec(
-        role="rank",
-        local_world_size=num_ranks,
-        entrypoint=sys.executable,
-        args=("-I", "-S", rank_start.__file__, str(os.getpid()), *given, "--", *command),
-        rdzv_handler=handler,
-        max_restarts=0,
-        monitor_interval=LOOK_EVERY_S,
-        local_addr=HOST,
-    )
 
 
 def _result(ended: Mapping[int, Ended], logs: RankLogs, stopped_by: signal.Signals | None) -> LaunchResult:

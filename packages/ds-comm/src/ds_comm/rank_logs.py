@@ -6,6 +6,8 @@ from pathlib import Path
 
 from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
 
+from ds_comm.rank_start import log_name
+
 LOOK_EVERY_S = 0.05
 STREAMS = ("stdout", "stderr")
 OnLine = Callable[[int, str, str], None]
@@ -18,9 +20,7 @@ class RankLogs(LogsSpecs):
         super().__init__(log_dir=str(folder))
         self._folder = folder
         self.files = {
-            (rank, stream): folder / f"rank-{rank}.{stream}.log"
-            for rank in range(num_ranks)
-            for stream in STREAMS
+            (rank, stream): folder / log_name(rank, stream) for rank in range(num_ranks) for stream in STREAMS
         }
 
     @property
@@ -29,13 +29,13 @@ class RankLogs(LogsSpecs):
         return str(self._folder)
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
-        """Where the agent sends what each rank writes."""
+        """Where the agent finds what each rank tells; ranks redirect their streams themselves."""
         error_files = {rank: str(self._folder / f"rank-{rank}.error.json") for rank in envs}
         for rank, environment in envs.items():
             environment["TORCHELASTIC_ERROR_FILE"] = error_files[rank]
         return LogsDest(
-            stdouts={rank: str(self.files[rank, "stdout"]) for rank in envs},
-            stderrs={rank: str(self.files[rank, "stderr"]) for rank in envs},
+            stdouts=dict.fromkeys(envs, ""),
+            stderrs=dict.fromkeys(envs, ""),
             error_files=error_files,
         )
 
