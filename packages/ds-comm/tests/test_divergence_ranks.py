@@ -1,4 +1,4 @@
-"""No hang without a name: when ranks do not meet, every rank raises and says which rank, which call, which line."""
+"""No hang without a name: when ranks do not meet, every rank raises and says which rank, call and line."""
 
 import os
 import signal

@@ -70,17 +70,19 @@ def test_values_are_those_of_a_plain_construction(build):
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_a_large_model_takes_no_memory_before_it_is_made():
+def test_a_model_takes_no_memory_before_it_is_made():
     with sharded_init():
-        model = nn.Linear(1 << 20, 1 << 10)  # would be 4 GiB
+        model = nn.Linear(1 << 12, 1 << 12)
         assert all(parameter.is_meta for parameter in model.parameters())
         model.weight.detach().view(-1)[:10].zero_()
 
 
 def test_a_construction_that_looks_at_values_is_refused_with_advice():
+    def construct():
+        return nn.Identity() if nn.Linear(2, 2).weight.sum() > 0 else nn.Linear(2, 2)
+
     with sharded_init(), pytest.raises(DeferredInitError, match=r"move that part after shard\(\)"):
-        if nn.Linear(2, 2).weight.sum() > 0:
-            pytest.fail("there is no value")
+        construct()
 
 
 def test_tensors_that_are_not_deferred_come_back_as_they_are():

@@ -14,8 +14,8 @@ import msgspec
 from ds_comm.calls import RING_LENGTH, Call
 
 TEXT_BYTES = 240
-# A key, a number, the length of a text, the text. The key (a call's seq, a rank's state) is written last and in
-# one piece, so that who reads a new key reads the rest of the record too.
+# A key, a number, the length of a text, the text. The key (a call's seq, a rank's state) is written last and
+# in one piece, so that who reads a new key reads the rest of the record too.
 KEY = struct.Struct("@Q")
 BODY = struct.Struct(f"@QQ{TEXT_BYTES}s")
 RECORD_BYTES = KEY.size + BODY.size
@@ -43,7 +43,7 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Board(Protocol):
-    """What the watch needs to see; ``peer_call`` gives (signature, text) of a rank's ``seq``-th call, if known."""
+    """What the watch needs to see; ``peer_call`` gives (signature, text) of a rank's call, if known."""
 
     checks_before_posting: bool
 

@@ -103,7 +103,10 @@ class World:
         return self._meshes[mesh]
 
     def _make_group(self, mesh: MeshSpec, axis: str, ranks: Sequence[int]) -> GroupCommunicator:
-        group = self.device_mesh(mesh).get_group(axis)
+        # Groups of its own for every axis and mesh: calls of two meshes over the same ranks must not mix.
+        everyone = sorted({mesh.peers(rank, axis) for rank in range(self.world_size)})
+        made = {members: dist.new_group(list(members), timeout=TRANSPORT_LIMIT) for members in everyone}
+        group = made[tuple(ranks)]
         mine = ranks.index(self.rank)
         log = CallLog(axis)
         board = self._make_board(f"{axis}:{','.join(map(str, ranks))}", mine, len(ranks))
@@ -186,7 +189,6 @@ def init(*, device: str | None = None, timeout_s: float = 300.0, stall_check_s: 
     Raises:
         CommError: the launcher's variables are incomplete, or the processes do not meet.
     """
-    global _world
     if _world is None:
         launched = read_launch()
         world = World(launched, _device(device, launched), timeout_s=timeout_s, check_s=stall_check_s)

@@ -53,7 +53,7 @@ class _View:
 
 
 class _Operation:
-    """One recorded call: arguments with views for meta tensors, what it writes, and the generator before it."""
+    """One recorded call: arguments with views for meta tensors, what it writes, the generator before it."""
 
     def __init__(self, func: Any, args: Any, kwargs: Any, outputs: Any) -> None:
         self.func = func
@@ -136,8 +136,8 @@ class _Recording(TorchDispatchMode):
         touches_meta = any(_is_meta(leaf) for leaf in tree_flatten((args, kwargs))[0])
         if touches_meta and name in DATA_DEPENDENT:
             raise DeferredInitError(
-                f"inside sharded_init() the model's construction asks for the value of a parameter ({name}), which "
-                "is not there yet; move that part after shard(), or build the model outside sharded_init()"
+                f"inside sharded_init() the model's construction asks for the value of a parameter ({name}), "
+                "which is not there yet; move that part after shard(), or build the model outside sharded_init()"
             )
         shape_args, shape_kwargs = tree_map(_to_meta, (args, kwargs)) if touches_meta else (args, kwargs)
         outputs = func(*shape_args, **shape_kwargs)
@@ -172,7 +172,7 @@ class _Recording(TorchDispatchMode):
         return [view.on(storages) for view in wanted]
 
 
-# Storages of deferred tensors, by address, and the recording that knows how to make them. A recording holds its
+# Storages of deferred tensors, by address, and the recording that can make them. A recording holds its
 # meta storages, so addresses stay theirs; materialize() drops what it has made.
 _recordings: dict[int, _Recording] = {}
 
@@ -181,8 +181,8 @@ _recordings: dict[int, _Recording] = {}
 def sharded_init() -> Iterator[None]:
     """Inside, parameters live on the meta device and take no memory; their initialisation is recorded.
 
-    :func:`ds_zero.shard` later makes them unit by unit, bit for bit as a plain construction with the same seed
-    would have. The random generator advances as in a plain construction. Custom initialisers work as long as
+    :func:`ds_zero.shard` later makes them unit by unit, bit for bit as a plain construction with the same
+    seed would have. The random generator advances as in a plain construction. Custom initialisers work as long as
     they do not look at values.
 
     Raises:
@@ -280,7 +280,7 @@ def _written(func: Any, args: Any, kwargs: Any) -> set[int]:
     for argument, value in zip(
         func._schema.arguments, [*args, *[None] * len(func._schema.arguments)], strict=False
     ):
-        value = kwargs.get(argument.name, value)
-        if argument.alias_info is not None and argument.alias_info.is_write and _is_meta(value):
-            keys.add(value.untyped_storage()._cdata)
+        given = kwargs.get(argument.name, value)
+        if argument.alias_info is not None and argument.alias_info.is_write and _is_meta(given):
+            keys.add(given.untyped_storage()._cdata)
     return keys

@@ -62,8 +62,8 @@ class Backward:
                 unit.backward_uses.discard(use)
                 self.settle(unit)
 
-        # Hooks of a tensor run before hooks of the node that made it: so the unit that took a tensor lets go before
-        # the unit that gave it is gathered, and the two are never there together.
+        # Hooks of a tensor run before hooks of the node that made it: so the unit that took a tensor lets go
+        # before the unit that gave it is gathered, and the two are never there together.
         for tensor in reached:
             if tensor.grad_fn is None:
                 tensor.register_hook(enter)
