@@ -6,20 +6,14 @@ sum in rank order. On devices NCCL's own are used.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 
-class Work(Protocol):
-    """The part of a torch work that waiting needs."""
-
-    def wait(self, timeout: object = ...) -> bool: ...
-    def is_completed(self) -> bool: ...
-
-
-Posted = tuple[list[Work], Callable[[], None] | None]
+# Works to wait for (torch types them loosely), and what to do when they are done.
+Posted = tuple[list[Any], Callable[[], None] | None]
 
 
 class Scratch:
@@ -68,10 +62,10 @@ class GlooWire:
         """Copy ``tensor`` from group rank ``src``."""
         return [self._broadcast(tensor.view(-1), src)], None
 
-    def _broadcast(self, flat: torch.Tensor, src: int) -> Work:
+    def _broadcast(self, flat: torch.Tensor, src: int) -> Any:
         # As bytes, so that every dtype travels.
         data = flat.view(torch.uint8)
-        return dist.broadcast(data, self.ranks[src], group=self.group, async_op=True)  # type: ignore[return-value]
+        return dist.broadcast(data, self.ranks[src], group=self.group, async_op=True)
 
     def reduce_scatter(self, shard: torch.Tensor, flat: torch.Tensor, *, mean: bool) -> Posted:
         """Sum everybody's slice of this rank into ``shard``, in rank order."""
@@ -85,19 +79,19 @@ class GlooWire:
             sum_in_order(pieces.chunk(self.world_size), out=shard, mean=mean)
             self._scratch.give(received)
 
-        return [work], add  # type: ignore[list-item]
+        return [work], add
 
     def all_to_all(self, output: torch.Tensor, source: torch.Tensor) -> Posted:
         """Slice ``i`` of ``source`` goes to rank ``i``."""
         work = dist.all_to_all_single(
             output.view(torch.uint8), source.view(torch.uint8), group=self.group, async_op=True
         )
-        return [work], None  # type: ignore[list-item]
+        return [work], None
 
     def all_reduce(self, flat: torch.Tensor, *, mean: bool) -> Posted:
         """Sum small tensors; one round of latency, sums in gloo's order."""
         work = dist.all_reduce(flat, group=self.group, async_op=True)
-        return [work], (lambda: _scale(flat, self.world_size)) if mean else None  # type: ignore[return-value]
+        return [work], (lambda: _scale(flat, self.world_size)) if mean else None
 
 
 class DeviceWire(GlooWire):

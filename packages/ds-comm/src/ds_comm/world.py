@@ -9,6 +9,7 @@ import threading
 from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -106,7 +107,7 @@ class World:
         # Groups of its own for every axis and mesh: calls of two meshes over the same ranks must not mix.
         everyone = sorted({mesh.peers(rank, axis) for rank in range(self.world_size)})
         made = {members: dist.new_group(list(members), timeout=TRANSPORT_LIMIT) for members in everyone}
-        group = made[tuple(ranks)]
+        group: Any = made[tuple(ranks)]
         mine = ranks.index(self.rank)
         log = CallLog(axis)
         board = self._make_board(f"{axis}:{','.join(map(str, ranks))}", mine, len(ranks))

@@ -121,7 +121,7 @@ def _plan_components(
     stage = options.stage
     full = sum(layout.padded_numel for layout in trained)
     shard = sum(layout.shard_numel for layout in trained)
-    planned = dict.fromkeys(COMPONENTS, 0)
+    planned: dict[str, int] = dict.fromkeys(COMPONENTS, 0)
     if stage == 3:
         planned["parameters"] = (shard + sum(layout.shard_numel for layout in frozen)) * itemsize
         sizes = sorted(

@@ -136,7 +136,7 @@ class _Recording(TorchDispatchMode):
         touches_meta = any(_is_meta(leaf) for leaf in tree_flatten((args, kwargs))[0])
         if touches_meta and name in DATA_DEPENDENT:
             raise DeferredInitError(
-                f"inside sharded_init() the model's construction asks for the value of a parameter ({name}), "
+                f"inside sharded_init() the model's construction asks for a parameter's value ({name}), "
                 "which is not there yet; move that part after shard(), or build the model outside sharded_init()"
             )
         shape_args, shape_kwargs = tree_map(_to_meta, (args, kwargs)) if touches_meta else (args, kwargs)
@@ -182,8 +182,8 @@ def sharded_init() -> Iterator[None]:
     """Inside, parameters live on the meta device and take no memory; their initialisation is recorded.
 
     :func:`ds_zero.shard` later makes them unit by unit, bit for bit as a plain construction with the same
-    seed would have. The random generator advances as in a plain construction. Custom initialisers work as long as
-    they do not look at values.
+    seed would have. The random generator advances as in a plain construction. Custom initialisers work as
+    long as they do not look at values.
 
     Raises:
         DeferredInitError: the construction asks for a parameter's value.

@@ -82,8 +82,8 @@ def _checked_names(model: nn.Module, names: Sequence[str]) -> tuple[str, ...]:
     for name, module in wanted:
         if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
             raise ValueError(
-                f"units must name modules that are called, but {name} is a {type(module).__name__}, which never "
-                f"is; name its parts, such as {name}.{next(iter(module._modules), '0')}"
+                f"units must name modules that are called, but {name} is a {type(module).__name__}, "
+                f"which never is; name its parts, such as {name}.{next(iter(module._modules), '0')}"
             )
     return tuple(name for name, _ in wanted)
 
