@@ -1,4 +1,4 @@
-"""A small GPT in plain torch, to be read in one sitting; knows nothing of ds and travels with its weights."""
+"""A small GPT in plain torch, to be read in one sitting; knows nothing of ds, saved beside its weights."""
 
 import dataclasses
 import json
@@ -19,11 +19,11 @@ class GPTConfig:
     context: int = 128
     width: int = 256
     depth: int = 6
-    heads: int = 8
+    heads: int = 4
 
 
 class Attention(nn.Module):
-    """Causal self-attention."""
+    """Causal self-attention with rotary positions."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -36,8 +36,21 @@ class Attention(nn.Module):
         batch, length, width = x.shape
         split = self.qkv(x).view(batch, length, 3, self.heads, width // self.heads)
         query, key, value = split.permute(2, 0, 3, 1, 4)
-        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        mixed = F.scaled_dot_product_attention(rotate(query), rotate(key), value, is_causal=True)
         return self.out(mixed.transpose(1, 2).reshape(batch, length, width))
+
+
+def rotate(x: torch.Tensor) -> torch.Tensor:
+    """Turn pairs of elements of (B, H, T, D / H) by angles that grow with the position.
+
+    Source: RoFormer, arXiv:2104.09864.
+    """
+    half = x.shape[-1] // 2
+    speed = 10_000.0 ** (-torch.arange(half, device=x.device) / half)
+    angle = torch.arange(x.shape[-2], device=x.device)[:, None] * speed
+    cos, sin = angle.cos().to(x.dtype), angle.sin().to(x.dtype)
+    first, second = x[..., :half], x[..., half:]
+    return torch.cat([first * cos - second * sin, first * sin + second * cos], dim=-1)
 
 
 class Block(nn.Module):
@@ -45,11 +58,11 @@ class Block(nn.Module):
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
-        self.attention_norm = nn.LayerNorm(config.width)
+        self.attention_norm = nn.RMSNorm(config.width)
         self.attention = Attention(config)
-        self.feed_norm = nn.LayerNorm(config.width)
-        self.up = nn.Linear(config.width, 4 * config.width)
-        self.down = nn.Linear(4 * config.width, config.width)
+        self.feed_norm = nn.RMSNorm(config.width)
+        self.up = nn.Linear(config.width, 4 * config.width, bias=False)
+        self.down = nn.Linear(4 * config.width, config.width, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """(B, T, D) to (B, T, D)."""
@@ -58,27 +71,25 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Token and position embeddings, blocks, and an output tied to the token embedding."""
+    """Token embedding, blocks, and an output tied to the token embedding."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
         self.config = config
         self.tokens = nn.Embedding(config.vocabulary, config.width)
-        self.positions = nn.Embedding(config.context, config.width)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.depth))
-        self.norm = nn.LayerNorm(config.width)
+        self.norm = nn.RMSNorm(config.width)
         self.head = nn.Linear(config.width, config.vocabulary, bias=False)
-        self.apply(self._init)
         self.head.weight = self.tokens.weight
-
-    @staticmethod
-    def _init(module: nn.Module) -> None:
-        if isinstance(module, (nn.Linear, nn.Embedding)):
-            nn.init.normal_(module.weight, std=0.02)
+        for name, parameter in self.named_parameters():
+            if name.endswith(("out.weight", "down.weight")):
+                nn.init.zeros_(parameter)  # a block changes nothing at first
+            elif parameter.dim() == 2:
+                nn.init.normal_(parameter, std=0.02)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         """Tokens (B, T) to logits (B, T, V)."""
-        x = self.tokens(tokens) + self.positions(torch.arange(tokens.shape[1], device=tokens.device))
+        x = self.tokens(tokens)
         for block in self.blocks:
             x = block(x)
         return self.head(self.norm(x))
@@ -94,10 +105,7 @@ def next_token_loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
 def generate(
     model: nn.Module, tokens: torch.Tensor, *, num_tokens: int, context: int, seed: int = 0
 ) -> torch.Tensor:
-    """``tokens`` (1, T) continued by ``num_tokens`` samples at temperature 0.8.
-
-    Under stage 3 every rank must call it, with the same arguments.
-    """
+    """Continue ``tokens`` (1, T) by ``num_tokens`` samples at temperature 0.8; the same for the same seed."""
     generator = torch.Generator(device=tokens.device).manual_seed(seed)
     for _ in range(num_tokens):
         logits = model(tokens[:, -context:])[:, -1].float() / 0.8
@@ -107,7 +115,7 @@ def generate(
 
 
 def load_gpt(folder: str | Path) -> GPT:
-    """The model that the demo saved, by plain torch and safetensors."""
+    """The model that was saved in ``folder``, read by plain torch and safetensors."""
     from safetensors.torch import load_file
 
     folder = Path(folder)

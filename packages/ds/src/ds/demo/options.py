@@ -5,12 +5,12 @@ from typing import Any
 import msgspec
 
 SIZES: dict[str, dict[str, int]] = {
-    "full": {"vocabulary": 2048, "context": 128, "width": 256, "depth": 6, "heads": 8},
-    "quick": {"vocabulary": 2048, "context": 128, "width": 256, "depth": 6, "heads": 8},
+    "full": {"vocabulary": 2048, "context": 128, "width": 256, "depth": 6, "heads": 4},
+    "quick": {"vocabulary": 2048, "context": 128, "width": 192, "depth": 4, "heads": 6},
     "tiny": {"vocabulary": 512, "context": 32, "width": 32, "depth": 2, "heads": 2},
 }
-STEPS = {"full": 330, "quick": 60, "tiny": 12}
-LEARNING_RATE = {"full": 2e-3, "quick": 3e-3, "tiny": 1e-2}
+STEPS = {"full": 250, "quick": 80, "tiny": 12}
+LEARNING_RATE = {"full": 2e-3, "quick": 2e-3, "tiny": 1e-2}
 MICRO_BATCH = 8
 
 
@@ -24,7 +24,7 @@ class DemoOptions(msgspec.Struct, frozen=True, kw_only=True):
     out: str
 
 
-class Started(msgspec.Struct, frozen=True, kw_only=True, tag="started"):
+class Started(msgspec.Struct, frozen=True, kw_only=True, tag="started", tag_field="kind"):
     """The model is sharded and training begins."""
 
     ranks: int
@@ -37,14 +37,14 @@ class Started(msgspec.Struct, frozen=True, kw_only=True, tag="started"):
     planned_bytes: int
 
 
-class Sample(msgspec.Struct, frozen=True, kw_only=True, tag="sample"):
+class Sample(msgspec.Struct, frozen=True, kw_only=True, tag="sample", tag_field="kind"):
     """What the untrained model writes, and its loss on the held-out text."""
 
     text: str
     loss: float
 
 
-class Step(msgspec.Struct, frozen=True, kw_only=True, tag="step"):
+class Step(msgspec.Struct, frozen=True, kw_only=True, tag="step", tag_field="kind"):
     """One step: loss of rank 0's batch, tokens per second of all ranks so far, most bytes each rank held."""
 
     step: int
@@ -53,7 +53,7 @@ class Step(msgspec.Struct, frozen=True, kw_only=True, tag="step"):
     peak_bytes: tuple[int, ...]
 
 
-class Result(msgspec.Struct, frozen=True, kw_only=True, tag="result"):
+class Result(msgspec.Struct, frozen=True, kw_only=True, tag="result", tag_field="kind"):
     """The outcome.
 
     Attributes:

@@ -9,6 +9,8 @@ from torch.utils.data import Dataset
 # The last part of the text is held out for the loss that is reported.
 HELD_OUT = 0.05
 MIN_CHARACTERS = 20_000
+# A paragraph with this share of letters and blanks is prose, and is written as one line.
+PROSE = 0.85
 
 
 def read_text(path: Path | None = None) -> str:
@@ -20,7 +22,8 @@ def read_text(path: Path | None = None) -> str:
     if path is None:
         from pydoc_data.topics import topics
 
-        return "\n\n".join(topics[name] for name in sorted(topics))
+        paragraphs = "\n\n".join(topics[name] for name in sorted(topics)).split("\n\n")
+        return "\n\n".join(unwrapped(paragraph) for paragraph in paragraphs if paragraph.strip())
     text = path.read_text(errors="replace")
     if len(text) < MIN_CHARACTERS:
         raise ValueError(
@@ -28,6 +31,12 @@ def read_text(path: Path | None = None) -> str:
             f"give a text of {MIN_CHARACTERS} or more"
         )
     return text
+
+
+def unwrapped(paragraph: str) -> str:
+    """Prose as one line, so that the model learns words and not margins; code and tables as they are."""
+    share = sum(character.isalpha() or character.isspace() for character in paragraph) / len(paragraph)
+    return " ".join(paragraph.split()) if share >= PROSE else paragraph
 
 
 def train_tokenizer(text: str, vocabulary: int) -> Tokenizer:
