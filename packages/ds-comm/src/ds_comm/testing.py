@@ -72,6 +72,7 @@ def run_ranks(
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     job = {
         "file": sys.modules[function.__module__].__file__,
+        "module": function.__module__,
         "function": function.__qualname__,
         "args": pickle.dumps(args),
         "port": store.port,
@@ -170,7 +171,7 @@ def _run(rank: int, job: dict[str, Any]) -> tuple[str, Any]:
                 dist.TCPStore("127.0.0.1", job["port"], timeout=timedelta(seconds=job["timeout_s"]))
             )
         worlds.adopt(world)
-        result = _load(job["file"], job["function"])(*pickle.loads(job["args"]))
+        result = _load(job["file"], job["module"], job["function"])(*pickle.loads(job["args"]))
         worlds.shutdown()
     except BaseException as error:
         if worlds.is_initialized():
@@ -179,8 +180,9 @@ def _run(rank: int, job: dict[str, Any]) -> tuple[str, Any]:
     return "result", result
 
 
-def _load(path: str, qualname: str) -> Callable[..., Any]:
-    name = f"ds_comm_ranks_{Path(path).stem}"
+def _load(path: str, module_name: str, qualname: str) -> Callable[..., Any]:
+    # Under the name it has in the parent, which then knows the classes of what comes back.
+    name = f"ds_comm_ranks_{Path(path).stem}" if module_name == "__main__" else module_name
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
         raise ImportError(f"cannot load {path}")

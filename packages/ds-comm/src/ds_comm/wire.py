@@ -11,7 +11,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-
 # Works to wait for (torch types them loosely), and what to do when they are done.
 Posted = tuple[list[Any], Callable[[], None] | None]
 

@@ -137,7 +137,7 @@ class _Recording(TorchDispatchMode):
         if touches_meta and name in DATA_DEPENDENT:
             raise DeferredInitError(
                 f"inside sharded_init() the model's construction asks for a parameter's value ({name}), "
-                "which is not there yet; move that part after shard(), or build the model outside sharded_init()"
+                "which is not there yet; move that part after shard(), or build outside sharded_init()"
             )
         shape_args, shape_kwargs = tree_map(_to_meta, (args, kwargs)) if touches_meta else (args, kwargs)
         outputs = func(*shape_args, **shape_kwargs)
