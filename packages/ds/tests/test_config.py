@@ -129,6 +129,10 @@ def test_clipping_by_default_is_said_once(caplog):
         ({"hello": 1}, "hello: unknown key; docs/reference/config.md lists the known ones"),
         ({"checkpoint": {"writers": {}}}, "checkpoint.writers: unknown key; did you mean checkpoint.writer?"),
         ({"zero_optimization": {"stage": 4}}, "zero_optimization.stage: must be 0, 1, 2 or 3, got 4"),
+        (
+            {"communication_data_type": "fp16"},
+            "communication_data_type: must be 'fp32' or 'bf16', got 'fp16'",
+        ),
         ({"gradient_clipping": -1}, "gradient_clipping: must be greater than or equal to 0, got -1"),
         ({"train_batch_size": 0}, "train_batch_size: must be greater than or equal to 1, got 0"),
         ({"train_batch_size": "8"}, "train_batch_size: must be a valid integer, got '8'"),
@@ -159,7 +163,6 @@ def test_wrong_keys_are_named_with_what_was_meant(config, reason):
         ({"wall_clock_breakdown": True}, ["wall_clock_breakdown"]),
         ({"wandb": {"enabled": True, "project": "p"}}, ["wandb.enabled"]),
         ({"gradient_allreduce_op": "sum"}, ["gradient_allreduce_op"]),
-        ({"communication_data_type": "fp16"}, ["communication_data_type"]),
         ({"amp": {"enabled": True, "opt_level": "O1"}}, ["amp.enabled"]),
         ({"compile": {"deepcompile": True}}, ["compile.deepcompile"]),
         ({"checkpoint": {"load_universal": True}}, ["checkpoint.load_universal"]),

@@ -9,6 +9,7 @@ from torch.utils.data import TensorDataset
 
 import ds
 import ds_comm
+from ds.schedules import WarmupLR
 from ds_comm.testing import RankFailedError, run_ranks
 
 CONFIG = {
@@ -48,7 +49,7 @@ def train(changes):
 def plain():
     module = model()
     optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2, weight_decay=0.0)
-    scheduler = ds.schedules.WarmupLR(optimizer, warmup_num_steps=3)
+    scheduler = WarmupLR(optimizer, warmup_num_steps=3)
     for index, batch in enumerate(micro_batches()):
         (loss_of(module, batch) / 2).backward()
         if index % 2:
@@ -138,3 +139,24 @@ def test_only_rank_0_says_what_all_know():
     first, second = run_ranks(lines_in_the_log, 2)
     assert [line.split()[0] for line in first] == ["zero_optimization.overlap_comm", "optimizer"]
     assert second == []
+
+
+def rounded(dtype):
+    config = CONFIG | {"bf16": {"enabled": True}, "communication_data_type": dtype, "gradient_clipping": 0}
+    config |= {"optimizer": {"type": "SGD", "params": {"lr": 1.0}}, "zero_optimization": {"stage": 2}}
+    torch.manual_seed(0)
+    engine, *_ = ds.initialize(model=nn.Linear(257, 3, bias=False), config=config | {"scheduler": None})
+    generator = torch.Generator().manual_seed(ds_comm.current().rank)
+    for _ in range(2):
+        batch = torch.randn(2, 257, generator=generator).bfloat16()
+        engine.backward(engine(batch).float().square().mean())
+        engine.step()
+    return engine.module_state_dict()["weight"], engine.get_global_grad_norm()
+
+
+def test_sums_over_ranks_are_rounded_to_the_dtype_asked_for():
+    fp32, absent, bf16 = (run_ranks(rounded, 2, dtype) for dtype in ("fp32", None, "bf16"))
+    assert torch.equal(fp32[0][0], absent[0][0])
+    assert fp32[0][1] == absent[0][1]
+    assert bf16[0][1] == pytest.approx(fp32[0][1], rel=2**-7)  # bf16 keeps 8 bits
+    assert bf16[0][1] != fp32[0][1]

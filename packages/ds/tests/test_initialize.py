@@ -12,6 +12,7 @@ from torch.utils.data import IterableDataset, TensorDataset
 
 import ds
 from ds.loader import ShardedLoader
+from ds.schedules import WarmupLR
 
 CONFIG = {"train_batch_size": 4, "gradient_clipping": 0, "optimizer": {"type": "SGD", "params": {"lr": 0.5}}}
 BARE = {"train_batch_size": 4, "gradient_clipping": 0}
@@ -76,7 +77,7 @@ def test_a_schedule_comes_in_three_ways(caplog):
     caplog.set_level(logging.INFO)
     scheduled = CONFIG | {"scheduler": {"type": "WarmupLR", "params": {}}}
     *_, scheduler = ds.initialize(model=model(), config=scheduled)
-    assert isinstance(scheduler, ds.schedules.WarmupLR)
+    assert isinstance(scheduler, WarmupLR)
     engine, *_, scheduler = ds.initialize(
         model=model(),
         config=scheduled,

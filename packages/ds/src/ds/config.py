@@ -101,6 +101,11 @@ class Config(Section):
     gradient_clipping: float = Field(
         default=DEEPSPEED_CLIPPING, ge=0, description="limit of the global gradient norm; 0 for none"
     )
+    communication_data_type: Literal["fp32", "bf16"] | None = Field(
+        default=None,
+        description="dtype that sums of gradients over ranks are rounded to, fp32 when absent; bf16 needs "
+        "bf16.enabled; on the wire gradients have the parameters' dtype",
+    )
     steps_per_print: float | None = Field(
         default=None, gt=0, description="steps between two lines in the log; infinite or absent for none"
     )

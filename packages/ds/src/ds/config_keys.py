@@ -26,7 +26,6 @@ class Refused(NamedTuple):
 
 # Keys that need nothing here, because ds does it always or in another way. Path -> what happens instead.
 ACCEPTED: dict[str, str] = {
-    "aio": "only offload to disk reads it",
     "allgather_size": "gathers go by unit",
     "checkpoint.checkpoint_serialization": "nothing is pickled",
     "checkpoint.tag_validation": "there are no checkpoints yet",
@@ -37,10 +36,8 @@ ACCEPTED: dict[str, str] = {
     "log_level": "set the level of Python's logging instead",
     "managed_gradient_accumulation": "the engine counts micro-batches unless it is told the boundaries",
     "memory_breakdown": "ds_zero.held_bytes gives it",
-    "pipeline": "only pipeline modules read it",
     "prescale_gradients": "the mean is taken once, after a sum in fp32",
     "seq_parallel_communication_data_type": "only sequence parallelism reads it",
-    "timers": "there are no timers to set",
     "use_data_before_expert_parallelism": "only expert parallelism reads it",
     "vocabulary_size": "only the autotuner reads it",
     "zero_allow_untested_optimizer": "every element-wise optimizer is allowed",
@@ -77,6 +74,24 @@ ACCEPTED: dict[str, str] = {
     "zero_optimization.sub_group_size": "the optimizer steps parameter by parameter",
     "zero_optimization.use_multi_rank_bucket_allreduce": "reduction is always a true reduce-scatter",
 }
+# Whole sections that need nothing: (section, its keys, what happens instead).
+for _section, _keys, _reason in (
+    (
+        "aio",
+        "block_size queue_depth intra_op_parallelism single_submit overlap_events use_gds",
+        "only offload to disk reads it",
+    ),
+    (
+        "pipeline",
+        (
+            "stages partition seed_layers activation_checkpoint_interval pipe_partitioned grad_partitioned "
+            "use_reentrant"
+        ),
+        "only pipeline modules read it",
+    ),
+    ("timers.throughput", "enabled synchronized", "there are no timers to set"),
+):
+    ACCEPTED |= {f"{_section}.{_key}": _reason for _key in _keys.split()}
 
 
 def _off(names: str, value: Any = None, **others: Any) -> dict[str, Any]:
@@ -172,9 +187,6 @@ REFUSED: dict[str, Refused] = {
     "comms_logger": Refused(
         _switched("prof_all prof_ops verbose debug"),
         "subscribe to ds_spec.events for every collective with its bytes",
-    ),
-    "communication_data_type": Refused(
-        None, "gradients travel in the dtype of the parameters, summed in fp32"
     ),
     "compile": Refused(COMPILE, "call torch.compile on parts of the model"),
     "compression_training": Refused(OPEN, "compression arrives with ds-compress"),

@@ -21,7 +21,6 @@ ALIASES = {"bfloat16": "bf16"}
 BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 NAMES_SHOWN = 6
 SOURCE_SHOWN = 200
-SOURCE_SHOWN = 200
 Source = Mapping[str, Any] | str | Path
 
 
@@ -41,6 +40,7 @@ def read_config(source: Source, *, data_parallel_size: int | None = None) -> Con
     mistakes: list[str] = []
     config = _parse(_Walk(mistakes).kept(raw), mistakes)
     mistakes += _mistakes_of(lambda: _check_names(config))
+    mistakes += _check_precision(config)
     if data_parallel_size is not None and (not mistakes or any(key in raw for key in BATCH_KEYS)):
         size = data_parallel_size
         mistakes += _mistakes_of(lambda: solve_batch(config, size))
@@ -69,24 +69,35 @@ def load(source: Source) -> dict[str, Any]:
     try:
         loaded = json.loads(text, object_pairs_hook=_no_duplicates)
     except json.JSONDecodeError as error:
-        raise ConfigError(f"{name} is not JSON: {error}") from None
+        raise ConfigError(
+            f"{name} is not JSON: {error}; comments and commas at the end are not JSON either"
+        ) from None
     if not isinstance(loaded, dict):
         raise ConfigError(f"{name} must hold a JSON object, got {type(loaded).__name__}")
     return loaded
 
 
 def _text_of(source: str | Path) -> tuple[str, str]:
+    if _is_file(source):
+        try:
+            return Path(source).read_text(encoding="utf-8-sig"), str(source)
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"{source} cannot be read as UTF-8 text: {error}") from None
     try:
-        path = Path(source)
-        if path.is_file():
-            return path.read_text(encoding="utf-8"), str(source)
         decoded = base64.b64decode(str(source), altchars=b"-_", validate=True).decode()
         if decoded.lstrip().startswith("{"):
             return decoded, "the base64 configuration"
-    except (binascii.Error, ValueError, OSError):
+    except (binascii.Error, ValueError):
         pass  # neither; said below
     shown = str(source)[:SOURCE_SHOWN]
     raise ConfigError(f"config must be a dict, a path or base64 of a JSON object; there is no file '{shown}'")
+
+
+def _is_file(source: str | Path) -> bool:
+    try:
+        return Path(source).is_file()
+    except (OSError, ValueError):  # longer than a path may be, or with a zero byte: base64, perhaps
+        return False
 
 
 def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -204,6 +215,14 @@ def _check_names(config: Config) -> None:
         mistakes += check_scheduler(config.scheduler)
     if mistakes:
         raise ConfigError(*mistakes)
+
+
+def _check_precision(config: Config) -> Iterator[str]:
+    if config.communication_data_type == "bf16" and not config.bf16.enabled:
+        yield (
+            "communication_data_type: bf16 is not yet supported by ds 0.1 with fp32 parameters; "
+            'leave it out, or use {"bf16": {"enabled": true}}'
+        )
 
 
 def _mistakes_of(check: Callable[[], Batch | None]) -> list[str]:

@@ -63,7 +63,10 @@ class Engine(DeepSpeedNames, nn.Module):
             module,
             optimizer,
             stage=config.zero_optimization.stage,
-            precision="bf16" if config.bf16.enabled else "fp32",
+            precision=ds_zero.Precision(
+                param="bf16" if config.bf16.enabled else "fp32",
+                reduce=config.communication_data_type or "fp32",
+            ),
             clip_norm=config.gradient_clipping or None,
             bucket_numel=min(config.zero_optimization.reduce_bucket_size, ds_zero.BUCKET_NUMEL),
             on_nonfinite="skip" if config.bf16.enabled and config.bf16.check_grad_overflow else "raise",

@@ -79,7 +79,7 @@ def build_optimizer(config: OptimizerConfig, parameters: Iterable[Any]) -> torch
         arguments["betas"] = tuple(arguments["betas"])
     try:
         return kind(parameters, **arguments)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, IndexError) as error:  # IndexError: betas of another length
         raise ConfigError(f"optimizer.params: {kind.__name__} refuses them: {error}") from None
 
 
