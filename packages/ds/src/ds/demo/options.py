@@ -9,9 +9,9 @@ SIZES: dict[str, dict[str, int]] = {
     "quick": {"vocabulary": 2048, "context": 128, "width": 192, "depth": 4, "heads": 6},
     "tiny": {"vocabulary": 512, "context": 32, "width": 32, "depth": 2, "heads": 2},
 }
-STEPS = {"full": 250, "quick": 80, "tiny": 12}
-LEARNING_RATE = {"full": 2e-3, "quick": 2e-3, "tiny": 1e-2}
-MICRO_BATCH = 8
+STEPS = {"full": 450, "quick": 200, "tiny": 12}
+LEARNING_RATE = {"full": 3e-3, "quick": 3e-3, "tiny": 1e-2}
+MICRO_BATCH = 4
 
 
 class DemoOptions(msgspec.Struct, frozen=True, kw_only=True):
