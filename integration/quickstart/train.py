@@ -9,14 +9,14 @@ import ds
 from ds.demo.model import GPT, GPTConfig, generate, next_token_loss
 from ds.demo.text import RandomWindows, read_text, split_tokens, train_tokenizer
 
-steps = int(sys.argv[1]) if len(sys.argv) > 1 else 80
+steps = int(sys.argv[1]) if len(sys.argv) > 1 else 200
 tokenizer = train_tokenizer(text := read_text(), vocabulary=2048)
 tokens, _ = split_tokens(text, tokenizer)
 torch.manual_seed(0)
 config = GPTConfig(vocabulary=tokenizer.get_vocab_size(), width=192, depth=4, heads=6)
 engine, _, batches, _ = ds.initialize(
     model=GPT(config),
-    training_data=RandomWindows(tokens, context=config.context, count=100_000),
+    training_data=RandomWindows(tokens, context=config.context, count=10_000),
     config=Path(__file__).with_name("ds_config.json"),
 )
 for step, batch in zip(range(1, steps + 1), batches, strict=False):
