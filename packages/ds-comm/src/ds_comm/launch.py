@@ -74,15 +74,16 @@ class _Agent(LocalElasticAgent):
         super().__init__(spec, logs_specs=logs)
         self._ranks = ranks
 
-    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
-        pids = super()._start_workers(worker_group)
+    # torch wraps these two in a timer whose type hides their own.
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:  # pyright: ignore[reportIncompatibleVariableOverride]
+        pids: dict[int, int] = super()._start_workers(worker_group)  # pyright: ignore[reportCallIssue,reportAssignmentType]
         self._ranks.started(pids)
         return pids
 
-    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:  # pyright: ignore[reportIncompatibleVariableOverride]
         if not self._ranks.settled():
             return RunResult(state=WorkerState.HEALTHY)
-        return super()._monitor_workers(worker_group)
+        return super()._monitor_workers(worker_group)  # pyright: ignore[reportCallIssue,reportReturnType]
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, *args: Any, **kwargs: Any) -> None:
         with _deaf():
@@ -121,7 +122,8 @@ def launch(
 
     When one fails, the others get some seconds to notice and say so; then they, and everything they started,
     are ended: SIGTERM, then SIGKILL, within 10 s in all. SIGINT, SIGTERM, SIGHUP and SIGQUIT to this process
-    reach the ranks and end them the same way. Ranks die with this process even when it is killed.
+    reach the ranks and end them the same way. Ranks die with this process even when it is killed. What ranks
+    started and left running is ended too, also after success.
 
     Call it from the main thread, on Linux.
 

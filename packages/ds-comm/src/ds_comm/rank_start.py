@@ -33,7 +33,9 @@ def main(arguments: list[str]) -> None:
     for descriptor, stream in ((1, "stdout"), (2, "stderr")):
         path = os.path.join(folder, log_name(os.environ["RANK"], stream))
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o644), descriptor)
-    os.environ.update(variable.split("=", 1) for variable in variables)
+    for variable in variables:
+        name, _, value = variable.partition("=")
+        os.environ[name] = value
     try:
         os.execvp(program[0], program)
     except OSError as error:
