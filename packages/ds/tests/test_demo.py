@@ -55,8 +55,8 @@ def test_a_short_text_is_refused(tmp_path: Path) -> None:
 
 def test_text_that_is_not_utf8_is_read(tmp_path: Path) -> None:
     path = tmp_path / "latin.txt"
-    path.write_bytes(b"caf\xe9 " * 5000)
-    assert "caf" in read_text(path)
+    path.write_bytes(b"t\xeate " * 5000)
+    assert "te t" in read_text(path)
 
 
 @settings(max_examples=25, deadline=None)
