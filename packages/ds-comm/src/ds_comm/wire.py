@@ -67,18 +67,35 @@ class GlooWire:
         return dist.broadcast(data, self.ranks[src], group=self.group, async_op=True)
 
     def reduce_scatter(self, shard: torch.Tensor, flat: torch.Tensor, *, mean: bool) -> Posted:
-        """Sum everybody's slice of this rank into ``shard``, in rank order."""
-        received = self._scratch.take(flat.numel(), flat.dtype)
-        pieces = received[: flat.numel()]
-        work = dist.all_to_all_single(
-            pieces.view(torch.uint8), flat.view(torch.uint8), group=self.group, async_op=True
-        )
+        """Sum everybody's slice of this rank into ``shard``, in rank order.
+
+        Slices for lower ranks lie before the own one and those for higher ranks after it, so two exchanges
+        move everything but the own slice, straight from ``flat``.
+        """
+        rank, size, num_higher = self.rank, flat.numel() // self.world_size, self.world_size - 1 - self.rank
+        received = self._scratch.take(flat.numel() - size, flat.dtype)
+        lower, higher = received[: rank * size], received[rank * size : flat.numel() - size]
+        num_bytes = size * flat.element_size()
+        to_lower = [num_bytes] * rank + [0] * (num_higher + 1)
+        to_higher = [0] * (rank + 1) + [num_bytes] * num_higher
+        works = [
+            self._exchange(higher, to_higher, flat[: rank * size], to_lower),
+            self._exchange(lower, to_lower, flat[(rank + 1) * size :], to_higher),
+        ]
 
         def add() -> None:
-            sum_in_order(pieces.chunk(self.world_size), out=shard, mean=mean)
+            own = flat[rank * size : (rank + 1) * size]
+            below = lower.split(size) if rank else ()
+            above = higher.split(size) if num_higher else ()
+            sum_in_order([*below, own, *above], out=shard, mean=mean)
             self._scratch.give(received)
 
-        return [work], add
+        return works, add
+
+    def _exchange(self, output: torch.Tensor, taken: list[int], source: torch.Tensor, sent: list[int]) -> Any:
+        """Send and take runs of bytes, by rank."""
+        data = (output.view(torch.uint8), source.view(torch.uint8))
+        return dist.all_to_all_single(*data, taken, sent, group=self.group, async_op=True)
 
     def all_to_all(self, output: torch.Tensor, source: torch.Tensor) -> Posted:
         """Slice ``i`` of ``source`` goes to rank ``i``."""
@@ -111,15 +128,19 @@ class DeviceWire(GlooWire):
 
 
 def sum_in_order(pieces: Sequence[torch.Tensor], *, out: torch.Tensor, mean: bool) -> None:
-    """``out`` = the sum of ``pieces`` from first to last in ``out``'s dtype, or their mean."""
-    first, *rest = pieces
-    if rest and out.dtype is first.dtype:
-        torch.add(first, rest[0], out=out)
-        rest = rest[1:]
+    """``out`` = the sum of ``pieces`` from first to last in ``out``'s dtype, or their mean.
+
+    Pieces of ``out``'s dtype are used up; ``out`` may be one of them.
+    """
+    total, *rest = pieces
+    if not rest or out.dtype is not total.dtype:
+        out.copy_(total)
+        for piece in rest:
+            out.add_(piece)
     else:
-        out.copy_(first)
-    for piece in rest:
-        out.add_(piece)
+        for piece in rest[:-1]:
+            total = torch.add(total, piece, out=piece)
+        torch.add(total, rest[-1], out=out)
     if mean:
         _scale(out, len(pieces))
 
