@@ -6,6 +6,7 @@ Knows nothing of torch or of what is measured.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import dataclasses
 import fcntl
@@ -136,12 +137,17 @@ def _lead(writer: Connection, job: tuple) -> None:
     try:
         results, counts = _serve(connections, timeout_s)
         writer.send(
-            ("result", GroupResult(results=results, loopback_bytes=counts[-1] - counts[0], is_private=is_private))
+            (
+                "result",
+                GroupResult(results=results, loopback_bytes=counts[-1] - counts[0], is_private=is_private),
+            )
         )
     except GroupError as error:
         writer.send(("error", str(error)))
     finally:
         for process in processes:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
             process.kill()
             process.join()
         for path in glob.glob(litter.format(port=port)) if litter else ():
@@ -186,7 +192,7 @@ def _receive(connection: Any) -> tuple[str, Any]:
 def _be_rank(
     connection: Connection, rank: int, world_size: int, port: int, function: Callable[..., Any], args: tuple
 ) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the leader's end ends this process
+    os.setsid()  # a session of its own, so that what it starts (a compiler) ends with it
     quiet = os.open(os.devnull, os.O_WRONLY)
     os.dup2(quiet, sys.stdout.fileno())
     os.dup2(quiet, sys.stderr.fileno())

@@ -1,213 +1,155 @@
-"""A training step of ds beside its peers: time, traffic and memory on two CPU ranks over gloo.
+"""A training step of ds beside its peers: time, memory and traffic on two CPU ranks over gloo.
 
-Usage: uv run --group bench python tools/bench/train_step.py [--quick] [--json FILE] [--rounds N]
+    uv run --group bench python tools/bench/train_step.py [--quick] [--json FILE] [--markdown FILE]
 
-Systems run one after another in fresh processes, in rounds, so that a slow minute hits all of them; medians
-are reported. "no communication" is the same step with every rank for itself: the limit.
+Systems take turns, each time in fresh processes with one thread each, and medians over rounds are compared.
+"no communication" is the same step with every rank for itself: the limit. Columns:
+
+- CPU: seconds of a rank's process in a step, all its threads; wall: of a step, on the slower rank.
+- exposed: wall time beyond the limit's.
+- peak: resident memory while steps run, beyond what the libraries took before the model was built. What is
+  shared between ranks counts on each.
+- bytes/parameter: what a rank sends in a step, counted on a loopback device that only these ranks use.
+- loss: of the last step, mean over ranks. All systems must agree, else the exit code is 1.
+
+In the JSON file ``ratio_to_best_peer`` compares ds with the best peer that shards the same (0 nothing, 1 the
+optimizer, 2 gradients, 3 parameters), and ``ratio_to_limit`` times with the limit and traffic with the formula.
 """
 
+from __future__ import annotations
+
 import argparse
-import contextlib
+import dataclasses
 import json
 import os
-import socket
-import statistics
 import subprocess
 import sys
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
+from rank_group import GroupError, run_group
 from rich.console import Console
 from rich.progress import track
-from rich.table import Table
+from training_cases import CASES, SYSTEMS, WORLD_SIZE, Case, System
+from training_rank import measure
+from training_report import Run, disagreements, markdown_of, rows_of, summarize, table_of
 
-HERE = Path(__file__).resolve().parent
-RANKS = 2
-LIMIT = "no communication"
-SYSTEMS = [LIMIT, "ds stage 0", "ds stage 1", "ds stage 2", "ds stage 3", "DDP", "ZeroRedundancyOptimizer", "FSDP2"]
-SYSTEMS += ["DeepSpeed 1", "DeepSpeed 2", "DeepSpeed 3"]
-QUICK_CASES = [("27M", "small", "fp32")]
-CASES = [*QUICK_CASES, ("27M", "large", "fp32"), ("27M", "small", "bf16"), ("110M", "small", "fp32")]
-METRICS = {
-    "wall": "s",
-    "cpu": "s",
-    "exposed": "s",
-    "tokens": "1/s",
-    "traffic": "bytes per parameter",
-    "peak": "bytes",
-}
-LOWER_IS_BETTER = {"wall", "cpu", "exposed", "traffic", "peak"}
-SHARED_MEMORY = Path("/dev/shm")  # noqa: S108
+RUN_LIMIT_S = 400.0
+COMPILE_LIMIT_S = 600.0
+# DeepSpeed maps these and leaves them behind.
+LITTER = "/dev/shm/deepspeed_allreduce_buffer_*_{port}_*"
+COMPILE = "from deepspeed.comm.torch import build_shm_op; build_shm_op()"
 
 
-def measure(system: str, case: tuple[str, str, str], *, steps: int, limit_s: float) -> dict[str, Any]:
-    """One run in fresh processes: rank 0's result, or why there is none."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    environment = os.environ | {
-        "OMP_NUM_THREADS": "1",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "WORLD_SIZE": str(RANKS),
-        "LOCAL_WORLD_SIZE": str(RANKS),
-        "DS_ACCELERATOR": "cpu",
-        "LOCAL_SIZE": str(RANKS),
-    }
-    before = set(SHARED_MEMORY.iterdir()) if SHARED_MEMORY.is_dir() else set()
-    command = [sys.executable, str(HERE / "train_step_rank.py"), system, *case, str(steps)]
-    processes = [
-        subprocess.Popen(  # noqa: S603 -- our own script
-            command,
-            env=environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(RANKS)
-    ]
-    try:
-        return _result(processes, limit_s)
-    finally:
-        for process in processes:
-            process.kill()
-        for left in set(SHARED_MEMORY.iterdir()) - before if SHARED_MEMORY.is_dir() else ():
-            with contextlib.suppress(OSError):
-                left.unlink()  # DeepSpeed leaves its shared buffers
-
-
-def _result(processes: Sequence[subprocess.Popen[str]], limit_s: float) -> dict[str, Any]:
-    try:
-        out, err = processes[0].communicate(timeout=limit_s)
-    except subprocess.TimeoutExpired:
-        return {"error": f"no result within {limit_s:.0f} s"}
-    for line in out.splitlines():
-        if line.startswith("RESULT "):
-            return json.loads(line.removeprefix("RESULT "))
-    return {"error": (err.strip().splitlines() or ["no output"])[-1][:200]}
-
-
-def run_case(case: tuple[str, str, str], *, rounds: int, steps: int, console: Console) -> list[dict[str, Any]]:
-    """Rows of one case."""
-    runs: dict[str, list[dict[str, Any]]] = {system: [] for system in SYSTEMS}
-    todo = [system for _ in range(rounds) for system in SYSTEMS]
-    for system in track(todo, description=" ".join(case), console=console, disable=not console.is_terminal):
-        if not any("error" in run for run in runs[system]):
-            runs[system].append(measure(system, case, steps=steps, limit_s=420.0))
-            if not console.is_terminal:
-                console.print(f"{' '.join(case)}: {system}", highlight=False)
-    return to_rows(case, runs)
-
-
-def to_rows(case: tuple[str, str, str], runs: dict[str, list[dict[str, Any]]]) -> list[dict[str, Any]]:
-    """Medians over steps and rounds, beside the limit and the best peer."""
-    values: dict[str, dict[str, float]] = {}
-    rows: list[dict[str, Any]] = []
-    for system, results in runs.items():
-        failed = [result["error"] for result in results if "error" in result]
-        if failed or not results:
-            rows.append({"system": system, "case": " ".join(case), "error": (failed or ["not run"])[0]})
-            continue
-        wall = statistics.median(second for result in results for second in result["wall_s"])
-        tokens = {"small": 64, "large": 512}[case[1]] * RANKS
-        values[system] = {
-            "wall": wall,
-            "cpu": statistics.median(second for result in results for second in result["cpu_s"]),
-            "tokens": tokens / wall,
-            "traffic": statistics.median(result["sent_bytes_per_parameter"] for result in results),
-            "peak": statistics.median(result["peak_bytes"] for result in results),
-            "loss": results[0]["loss"],
-        }
-    for value in values.values():
-        value["exposed"] = value["wall"] - values[LIMIT]["wall"] if LIMIT in values else 0.0
-    peers = [value for system, value in values.items() if not system.startswith("ds ") and system != LIMIT]
-    for system, value in values.items():
-        rows += [_row(system, case, metric, value, peers, values.get(LIMIT)) for metric in METRICS]
-        rows.append({"system": system, "case": " ".join(case), "metric": "loss", "value": value["loss"], "unit": "nats"})
-    return rows
-
-
-def _row(
-    system: str,
-    case: tuple[str, str, str],
-    metric: str,
-    value: dict[str, float],
-    peers: Sequence[dict[str, float]],
-    limit: dict[str, float] | None,
-) -> dict[str, Any]:
-    lower = metric in LOWER_IS_BETTER
-    best = (min if lower else max)((peer[metric] for peer in peers), default=0.0)
-    bound = limit[metric] if limit is not None and metric in ("wall", "cpu", "tokens") else 0.0
-    own = value[metric]
-
-    def ratio(reference: float) -> float | None:
-        if not reference or not own:
-            return None
-        return round(reference / own if lower else own / reference, 3)
-
+def environment() -> dict[str, str]:
+    """Variables for every rank: one thread, and DeepSpeed's compiled operator in a place of its own."""
+    # The interpreter's folder has ninja in it, which DeepSpeed calls by name.
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
+    extensions = str(Path(tempfile.gettempdir()) / "ds-bench-extensions")
     return {
-        "system": system,
-        "case": " ".join(case),
-        "metric": metric,
-        "value": own,
-        "unit": METRICS[metric],
-        "ratio_to_best_peer": ratio(best),
-        "ratio_to_limit": ratio(bound),
+        "OMP_NUM_THREADS": "1",
+        "DS_ACCELERATOR": "cpu",
+        "LOCAL_SIZE": str(WORLD_SIZE),
+        "PATH": path,
+        "TORCH_EXTENSIONS_DIR": extensions,
     }
 
 
-def show(rows: Sequence[dict[str, Any]], console: Console) -> None:
-    """One table per case."""
-    for case in dict.fromkeys(row["case"] for row in rows):
-        mine = [row for row in rows if row["case"] == case]
-        table = Table(title=f"{case}, {RANKS} ranks", title_justify="left")
-        for heading in ("system", "wall", "x limit", "CPU", "x limit", "tok/s", "B/param", "peak MB", "loss"):
-            table.add_column(heading, justify="left" if heading == "system" else "right")
-        for system in dict.fromkeys(row["system"] for row in mine):
-            table.add_row(*_cells(system, [row for row in mine if row["system"] == system]))
-        console.print(table)
+def precompile_deepspeed(console: Console) -> str:
+    """Let DeepSpeed compile what it compiles at its first start; the reason why it cannot, or nothing."""
+    console.print("DeepSpeed compiles its operator", highlight=False)
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", COMPILE],
+            env=os.environ | environment(),
+            capture_output=True,
+            text=True,
+            timeout=COMPILE_LIMIT_S,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return f"its operator did not compile within {COMPILE_LIMIT_S:.0f} s"
+    return (done.stderr.strip().splitlines() or ["no output"])[-1] if done.returncode else ""
 
 
-def _cells(system: str, rows: Sequence[dict[str, Any]]) -> list[str]:
-    if "error" in rows[0]:
-        return [system, f"error: {rows[0]['error']}"]
-    by_metric = {row["metric"]: row for row in rows}
+def run_case(
+    case: Case, systems: Sequence[System], *, rounds: int, errors: dict[str, str], console: Console
+) -> dict[str, list[Run]]:
+    """Every system once in every round; one that fails is noted in ``errors`` and left out from then on."""
+    runs: dict[str, list[Run]] = {system.name: [] for system in systems}
+    turns = [system for _ in range(rounds) for system in systems]
+    for system in track(turns, description=case.name, console=console, disable=not console.is_terminal):
+        if system.name in errors:
+            continue
+        try:
+            result = run_group(
+                measure,
+                WORLD_SIZE,
+                system,
+                case,
+                timeout_s=RUN_LIMIT_S,
+                environment=environment(),
+                litter=LITTER if system.kind == "deepspeed" else "",
+            )
+        except GroupError as error:
+            errors[system.name] = str(error)
+            console.print(f"{case.name}: {system.name}: {error}", style="red", markup=False)
+            continue
+        if not result.is_private:
+            console.print("no private loopback device: traffic counts everybody's", style="yellow")
+        run = summarize(result, case)
+        runs[system.name].append(run)
+        if not console.is_terminal:
+            cpu_s, wall_s = run.values["cpu_s_per_step"], run.values["wall_s_per_step"]
+            console.print(
+                f"{case.name}: {system.name}: CPU {cpu_s:.3f} s, wall {wall_s:.3f} s", highlight=False
+            )
+    return runs
 
-    def slowdown(metric: str) -> str:
-        ratio = by_metric[metric]["ratio_to_limit"]
-        return f"{1 / ratio:.2f}" if ratio else "-"
 
-    return [
-        system,
-        f"{by_metric['wall']['value']:.3f}",
-        slowdown("wall"),
-        f"{by_metric['cpu']['value']:.3f}",
-        slowdown("cpu"),
-        f"{by_metric['tokens']['value']:.0f}",
-        f"{by_metric['traffic']['value']:.2f}",
-        f"{by_metric['peak']['value'] / 1e6:.0f}",
-        f"{by_metric['loss']['value']:.4f}",
-    ]
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure, show, write, and tell by the exit code whether the losses agree."""
+    options = parse(arguments)
+    log, console = Console(stderr=True), Console(width=None if sys.stdout.isatty() else 120)
+    cases = [case for case in CASES if options.case in case.name][: 1 if options.quick else None]
+    chosen = [s for s in SYSTEMS if options.system in s.name or s.stage is None]
+    compiling = any(system.kind == "deepspeed" for system in chosen)
+    missing = precompile_deepspeed(log) if compiling else ""
+    rows, wrong = [], []
+    for case in cases:
+        case = dataclasses.replace(case, num_steps=options.steps or (6 if options.quick else case.num_steps))
+        errors = {system.name: missing for system in chosen if system.kind == "deepspeed" and missing}
+        runs = run_case(
+            case, chosen, rounds=options.rounds or (1 if options.quick else 3), errors=errors, console=log
+        )
+        rows += rows_of(case, runs, errors)
+        wrong += disagreements(case, runs)
+        console.print(table_of(rows, case.name))
+        if options.json:  # after every case, so that a long run leaves what it has
+            options.json.write_text(json.dumps({"case": "train_step", "rows": rows}, indent=1) + "\n")
+    if options.markdown:
+        options.markdown.write_text(markdown_of(rows))
+    for line in wrong:
+        console.print(line, style="red")
+    console.print("losses do not agree" if wrong else "losses agree")
+    return 1 if wrong else 0
 
 
-def main() -> None:
-    """Measure, show, write."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="one case, one round")
-    parser.add_argument("--json", type=Path, help="write the rows here")
-    parser.add_argument("--rounds", type=int, default=None, help="default 3, quick 1")
-    parser.add_argument("--steps", type=int, default=10, help="measured steps of a run")
-    options = parser.parse_args()
-    console = Console(width=110)
-    rounds = options.rounds or (1 if options.quick else 3)
-    rows: list[dict[str, Any]] = []
-    for case in QUICK_CASES if options.quick else CASES:
-        rows += run_case(case, rounds=rounds, steps=options.steps, console=console)
-        if options.json:
-            options.json.write_text(json.dumps({"case": "train_step", "rows": rows}, indent=1))
-    show(rows, console)
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--quick", action="store_true", help="the first case, one round, fewer steps")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows to this file")
+    parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the tables to this file")
+    parser.add_argument("--rounds", type=int, help="default 3, quick 1")
+    parser.add_argument("--steps", type=int, help="measured steps of a run, default by case")
+    parser.add_argument("--case", default="", help="only cases whose name contains this")
+    parser.add_argument("--system", default="", help="only systems whose name contains this, and the limit")
+    return parser.parse_args(arguments)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

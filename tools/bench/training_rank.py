@@ -5,7 +5,9 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from rank_group import Rank
 from training_cases import NUM_BATCHES, Case, System
@@ -88,7 +90,7 @@ def _resident_bytes(field: str) -> int:
     raise KeyError(f"/proc/self/status has no {field}")
 
 
-def _bytes_by_events(step, batch) -> int:  # noqa: ANN001
+def _bytes_by_events(step: Callable[[Any], float], batch: Any) -> int:
     from ds_spec import events
     from ds_spec.event import CommEvent
 

@@ -11,9 +11,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from ds.demo.model import GPT, GPTConfig, next_token_loss
 from torch import nn
 from training_cases import CLIP_NORM, LEARNING_RATE, Case, System
+
+from ds.demo.model import GPT, GPTConfig, next_token_loss
 
 # Trains on one batch (B, T + 1) and returns the loss.
 Step = Callable[[torch.Tensor], float]
