@@ -85,11 +85,14 @@ class GPT(nn.Module):
             if name.endswith(("out.weight", "down.weight")):
                 nn.init.zeros_(parameter)  # a block changes nothing at first
             elif parameter.dim() == 2:
-                nn.init.normal_(parameter, std=0.02)
+                nn.init.normal_(
+                    parameter, std=0.02 if parameter is self.tokens.weight else config.width**-0.5
+                )
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         """Tokens (B, T) to logits (B, T, V)."""
-        x = self.tokens(tokens)
+        # As the output, the embedding wants small numbers; as the input of the blocks, numbers around 1.
+        x = F.rms_norm(self.tokens(tokens), (self.config.width,))
         for block in self.blocks:
             x = block(x)
         return self.head(self.norm(x))
