@@ -97,6 +97,8 @@ def watch_gathered_units(max_gathered_units):
         model, odd_optimizer(model), stage=3, max_gathered_units=max_gathered_units
     )
     for batch in odd_batches(3):
+        with torch.no_grad():
+            model(batch)
         optimizer.zero_grad()
         model(batch.chunk(world.world_size)[world.rank]).backward()
         optimizer.step()

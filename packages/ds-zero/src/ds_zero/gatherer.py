@@ -88,12 +88,21 @@ class Gatherer:
         if not unit.flats:
             return
         wanted = unit.pins == 1
+        if wanted and unit.is_sharded:
+            self._drop_ahead()
         for flat in unit.flats:
             flat.start_gather()
         if wanted:
             self._look_ahead(unit)
         for flat in unit.flats:
             flat.finish_gather()
+
+    def _drop_ahead(self) -> None:
+        """Release what was gathered ahead: another unit is wanted, so the guess was wrong."""
+        for unit in self._units:
+            if unit.pins == 0:
+                for flat in unit.flats:
+                    flat.release()
 
     def _look_ahead(self, unit: Unit) -> None:
         following = self._order.advance(unit)
@@ -110,10 +119,12 @@ class Gatherer:
             for flat in unit.flats:
                 flat.release()
 
+    def end_evaluation(self) -> None:
+        """End a pass that has no backward, if it is over."""
+        if all(unit.pins == 0 for unit in self._units):
+            self.end_pass()
+
     def end_pass(self) -> None:
         """Release what was gathered ahead and not used, and start the order over."""
-        for unit in self._units:
-            if unit.pins == 0:
-                for flat in unit.flats:
-                    flat.release()
+        self._drop_ahead()
         self._order.reset()

@@ -154,6 +154,8 @@ class ModuleBracket:
             self._backward.watch(entered, (args, kwargs), output)
         for unit in entered:
             self._gatherer.unpin(unit)
+        if not torch.is_grad_enabled():
+            self._gatherer.end_evaluation()
 
 
 class StateDictBracket:
