@@ -67,25 +67,27 @@ class CallLog:
         return call
 
 
+NO_SITE = "the end of the script"
+
+
 def call_site() -> str:
     """The innermost line of this thread outside ds and torch, as ``file.py:12 in function``."""
-    return _site(sys._getframe(1))
+    return _site(sys._getframe(1)) or NO_SITE
 
 
 def site_of_thread(ident: int) -> str:
     """The same for another thread of this process."""
     frame = sys._current_frames().get(ident)
-    return "an ended thread" if frame is None else _site(frame)
+    return (_site(frame) if frame is not None else "") or NO_SITE
 
 
 def _site(frame: object) -> str:
-    innermost = frame
     while frame is not None:
         name = frame.f_globals.get("__name__", "")  # type: ignore[attr-defined]
         if name.partition(".")[0] not in OURS or name == "ds_comm.testing":
             return _format(frame)
         frame = frame.f_back  # type: ignore[attr-defined]
-    return _format(innermost)
+    return ""
 
 
 def _format(frame: object) -> str:
