@@ -1,6 +1,6 @@
 """A fresh group of ranks for one benchmark run: own processes, own loopback device, meeting points.
 
-The ranks' loopback device is private where the kernel allows it, so that its counters hold their traffic only.
+The loopback device is private where the kernel allows it: its counters then hold only these ranks' traffic.
 Knows nothing of torch or of what is measured.
 """
 
@@ -99,16 +99,16 @@ def run_group(
     leader.start()
     writer.close()
     try:
-        kind, value = reader.recv() if reader.poll(timeout_s + 30) else ("error", "the group is stuck")
+        outcome = reader.recv() if reader.poll(timeout_s + 30) else "the group is stuck"
     except EOFError:
-        kind, value = "error", "the group's leader died"
+        outcome = "the group's leader died"
     finally:
         leader.join(10)
         if leader.is_alive():
             leader.kill()
-    if kind == "error":
-        raise GroupError(value)
-    return value
+    if not isinstance(outcome, GroupResult):
+        raise GroupError(outcome)
+    return outcome
 
 
 def _lead(writer: Connection, job: tuple) -> None:
@@ -136,14 +136,10 @@ def _lead(writer: Connection, job: tuple) -> None:
         processes.append(process)
     try:
         results, counts = _serve(connections, timeout_s)
-        writer.send(
-            (
-                "result",
-                GroupResult(results=results, loopback_bytes=counts[-1] - counts[0], is_private=is_private),
-            )
-        )
+        sent_bytes = counts[-1] - counts[0]
+        writer.send(GroupResult(results=results, loopback_bytes=sent_bytes, is_private=is_private))
     except GroupError as error:
-        writer.send(("error", str(error)))
+        writer.send(str(error))
     finally:
         for process in processes:
             with contextlib.suppress(ProcessLookupError):
@@ -157,8 +153,8 @@ def _lead(writer: Connection, job: tuple) -> None:
 def _serve(connections: Sequence[Connection], timeout_s: float) -> tuple[list[Any], list[int]]:
     """Let ranks meet, sampling the loopback device each time, until all have returned."""
     deadline = time.monotonic() + timeout_s
-    results: dict[Connection, Any] = {}
-    here: set[Connection] = set()
+    results: dict[Any, Any] = {}
+    here: set[Any] = set()
     counts: list[int] = []
     while len(results) < len(connections):
         open_ones = [connection for connection in connections if connection not in results]

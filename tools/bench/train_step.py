@@ -13,7 +13,8 @@ Systems take turns, each time in fresh processes with one thread each, and media
 - loss: of the last step, mean over ranks. All systems must agree, else the exit code is 1.
 
 In the JSON file ``ratio_to_best_peer`` compares ds with the best peer that shards the same (0 nothing, 1 the
-optimizer, 2 gradients, 3 parameters), and ``ratio_to_limit`` times with the limit and traffic with the formula.
+optimizer, 2 gradients, 3 parameters); ``ratio_to_limit`` compares times with the limit and traffic with the
+formula.
 """
 
 from __future__ import annotations
@@ -112,13 +113,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, show, write, and tell by the exit code whether the losses agree."""
     options = parse(arguments)
     log, console = Console(stderr=True), Console(width=None if sys.stdout.isatty() else 120)
-    cases = [case for case in CASES if options.case in case.name][: 1 if options.quick else None]
+    cases = choose_cases(options)
     chosen = [s for s in SYSTEMS if options.system in s.name or s.stage is None]
     compiling = any(system.kind == "deepspeed" for system in chosen)
     missing = precompile_deepspeed(log) if compiling else ""
     rows, wrong = [], []
     for case in cases:
-        case = dataclasses.replace(case, num_steps=options.steps or (6 if options.quick else case.num_steps))
         errors = {system.name: missing for system in chosen if system.kind == "deepspeed" and missing}
         runs = run_case(
             case, chosen, rounds=options.rounds or (1 if options.quick else 3), errors=errors, console=log
@@ -134,6 +134,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         console.print(line, style="red")
     console.print("losses do not agree" if wrong else "losses agree")
     return 1 if wrong else 0
+
+
+def choose_cases(options: argparse.Namespace) -> list[Case]:
+    """The cases asked for, with the number of steps asked for."""
+    cases = [case for case in CASES if options.case in case.name][: 1 if options.quick else None]
+    steps = options.steps or (6 if options.quick else None)
+    return [dataclasses.replace(case, num_steps=steps or case.num_steps) for case in cases]
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:

@@ -1,4 +1,4 @@
-"""From the runs of train_step.py to rows in the common form, tables for people, and the check of the losses."""
+"""From the runs of train_step.py to rows in the common form and tables, and the check of the losses."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def ratio(value: float, reference: float | None, *, less_is_better: bool) -> flo
 
 
 def disagreements(case: Case, runs: Mapping[str, Sequence[Run]]) -> list[str]:
-    """Systems whose loss is not that of the others: the first one for all, the last one for those that reduce."""
+    """Systems whose loss is not the others': the first loss of all, the last of those that reduce."""
     found = []
     for what in ("first", "last"):
         losses = {

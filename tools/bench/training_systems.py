@@ -1,6 +1,6 @@
 """How each system of train_step.py trains: a function per system that gives the function of one step.
 
-Runs on a rank. Peers get fused AdamW, views of buckets as gradients, and bf16 on the wire where they offer it.
+Runs on a rank. Peers get fused AdamW, views of buckets as gradients, and bf16 on the wire where they can.
 """
 
 from __future__ import annotations
