@@ -55,7 +55,7 @@ if "end" not in how:
 """
 
 COMMAND = """
-import os, sys
+import os, sys, tempfile
 from ds.cli import main
 
 for pipe, descriptor in ((out, 1), (err, 2)):
@@ -64,6 +64,7 @@ for pipe, descriptor in ((out, 1), (err, 2)):
 os.environ.pop("OMP_NUM_THREADS", None)
 sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w")
 sys.argv = ["ds", *arguments]
+tempfile.tempdir = folder  # where logs of failed launches stay
 main()
 """
 
@@ -87,7 +88,12 @@ class Launch:
         command = program.parent / "command.py"
         command.write_text(COMMAND)
         # The child cannot import this file by name.
-        known = {"arguments": arguments, "out": out_end, "err": err_end}
+        known = {
+            "arguments": arguments,
+            "out": out_end,
+            "err": err_end,
+            "folder": str(program.parent),
+        }
         self.process = context.Process(target=runpy.run_path, args=(str(command), known))
         self.process.start()
         out_end.close()
@@ -129,6 +135,7 @@ def running(out: str) -> list[psutil.Process]:
 def test_all_well(program: Path) -> None:
     code, out, err, left = ran(program, "end", nproc=3)
     assert (code, left) == (0, [])
+    assert list(program.parent.glob("ds-run-*")) == []
     assert sorted(re.findall(r"^\[rank (\d)\] pids", out, re.MULTILINE)) == ["0", "1", "2"]
     assert re.fullmatch(r"ds run: 3 ranks, OMP_NUM_THREADS=\d+ each; set it to choose\n", err)
 
@@ -139,6 +146,9 @@ def test_exit_code_and_last_words_of_the_failing_rank(program: Path) -> None:
     assert "rank 1 failed first: it ended with exit code 3" in err
     assert "| the reason" in err
     assert "rank 0 was ended by ds run (SIGTERM)" in err
+    [folder] = program.parent.glob("ds-run-*")
+    assert f"what the ranks wrote is in {folder}" in err
+    assert (folder / "rank-1.stderr.log").read_text() == "the reason\n"
 
 
 def test_an_exception_is_shown(program: Path) -> None:
@@ -178,6 +188,7 @@ def test_a_stopped_launch_leaves_nothing(program: Path, number: signal.Signals, 
     code, out, err = launch.finish()
     assert code == 128 + number, err
     assert f"stopped by {number.name}" in err
+    assert list(program.parent.glob("ds-run-*")) == []
     assert running(said + out) == []
 
 
@@ -199,6 +210,7 @@ def test_the_command_itself(program: Path) -> None:
         text=True,
         timeout=WAIT_S,
         check=False,
+        env={**os.environ, "TMPDIR": str(program.parent)},
     )
     assert result.returncode == 3
     assert "[rank 1] the reason" in result.stderr
