@@ -22,13 +22,11 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import os
-import subprocess
 import sys
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+import deepspeed_environment
 from rank_group import GroupError, run_group
 from rich.console import Console
 from rich.progress import track
@@ -37,45 +35,16 @@ from training_rank import measure
 from training_report import Run, disagreements, markdown_of, rows_of, summarize, table_of
 
 RUN_LIMIT_S = 400.0
-COMPILE_LIMIT_S = 600.0
-# DeepSpeed maps these and leaves them behind.
-LITTER = "/dev/shm/deepspeed_allreduce_buffer_*_{port}_*"
-COMPILE = "from deepspeed.comm.torch import build_shm_op; build_shm_op()"
-
-
-def environment() -> dict[str, str]:
-    """Variables for every rank: one thread, and DeepSpeed's compiled operator in a place of its own."""
-    # The interpreter's folder has ninja in it, which DeepSpeed calls by name.
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
-    extensions = str(Path(tempfile.gettempdir()) / "ds-bench-extensions")
-    return {
-        "OMP_NUM_THREADS": "1",
-        "DS_ACCELERATOR": "cpu",
-        "LOCAL_SIZE": str(WORLD_SIZE),
-        "PATH": path,
-        "TORCH_EXTENSIONS_DIR": extensions,
-    }
-
-
-def precompile_deepspeed(console: Console) -> str:
-    """Let DeepSpeed compile what it compiles at its first start; the reason why it cannot, or nothing."""
-    console.print("DeepSpeed compiles its operator", highlight=False)
-    try:
-        done = subprocess.run(
-            [sys.executable, "-c", COMPILE],
-            env=os.environ | environment(),
-            capture_output=True,
-            text=True,
-            timeout=COMPILE_LIMIT_S,
-            check=False,
-        )
-    except subprocess.TimeoutExpired:
-        return f"its operator did not compile within {COMPILE_LIMIT_S:.0f} s"
-    return (done.stderr.strip().splitlines() or ["no output"])[-1] if done.returncode else ""
 
 
 def run_case(
-    case: Case, systems: Sequence[System], *, rounds: int, errors: dict[str, str], console: Console
+    case: Case,
+    systems: Sequence[System],
+    *,
+    rounds: int,
+    deepspeed: dict[str, str],
+    errors: dict[str, str],
+    console: Console,
 ) -> dict[str, list[Run]]:
     """Every system once in every round; one that fails is noted in ``errors`` and left out from then on."""
     runs: dict[str, list[Run]] = {system.name: [] for system in systems}
@@ -90,8 +59,8 @@ def run_case(
                 system,
                 case,
                 timeout_s=RUN_LIMIT_S,
-                environment=environment(),
-                litter=LITTER if system.kind == "deepspeed" else "",
+                environment={"OMP_NUM_THREADS": "1", **(deepspeed if system.kind == "deepspeed" else {})},
+                litter=deepspeed_environment.LITTER if system.kind == "deepspeed" else "",
             )
         except GroupError as error:
             errors[system.name] = str(error)
@@ -115,13 +84,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     log, console = Console(stderr=True), Console(width=None if sys.stdout.isatty() else 120)
     cases = choose_cases(options)
     chosen = [s for s in SYSTEMS if options.system in s.name or s.stage is None]
-    compiling = any(system.kind == "deepspeed" for system in chosen)
-    missing = precompile_deepspeed(log) if compiling else ""
+    deepspeed = deepspeed_environment.Prepared(environment={})
+    if any(system.kind == "deepspeed" for system in chosen):
+        log.print("preparing DeepSpeed; the first time it compiles for a minute or two", highlight=False)
+        deepspeed = deepspeed_environment.prepare()
     rows, wrong = [], []
     for case in cases:
-        errors = {system.name: missing for system in chosen if system.kind == "deepspeed" and missing}
+        errors = {s.name: deepspeed.error for s in chosen if s.kind == "deepspeed" and deepspeed.error}
         runs = run_case(
-            case, chosen, rounds=options.rounds or (1 if options.quick else 3), errors=errors, console=log
+            case,
+            chosen,
+            rounds=options.rounds or (1 if options.quick else 3),
+            deepspeed=deepspeed.environment,
+            errors=errors,
+            console=log,
         )
         rows += rows_of(case, runs, errors)
         wrong += disagreements(case, runs)

@@ -6,9 +6,11 @@ Runs on a rank. Peers get fused AdamW, views of buckets as gradients, and bf16 o
 from __future__ import annotations
 
 import contextlib
+import importlib
 from collections.abc import Callable
 from typing import Any
 
+import deepspeed_environment
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -134,7 +136,8 @@ def _fsdp2(model: nn.Module, system: System, case: Case) -> Step:
 
 
 def _deepspeed(model: nn.Module, system: System, case: Case) -> Step:
-    import deepspeed
+    deepspeed_environment.reach()
+    deepspeed: Any = importlib.import_module("deepspeed")
 
     deepspeed.init_distributed(dist_backend="gloo", verbose=False)
     engine, *_ = deepspeed.initialize(
