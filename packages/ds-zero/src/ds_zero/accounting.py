@@ -159,14 +159,19 @@ def _bucket_bytes(trained: Sequence[FlatLayout], options: ZeroOptions) -> int:
 
 
 def _state_bytes(trained: Sequence[FlatLayout], optimizer: torch.optim.Optimizer | None, stage: int) -> int:
-    """State of the optimizer for rank 0's pieces, from what one element of it makes in a trial step."""
-    if optimizer is None:
+    """State of the optimizer on the rank that steps most, from what one element makes in a trial step."""
+    if optimizer is None or not trained:
         return 0
-    numel = 0
-    for layout in trained:
-        start, stop = (0, layout.padded_numel) if stage == 0 else layout.shard_range(0)
-        numel += sum(piece.numel for piece in layout.pieces(start, stop))
+    if stage == 0:
+        numel = sum(slot.numel for layout in trained for slot in layout.slots)
+    else:
+        numel = max(_stepped_numel(trained, rank) for rank in range(trained[0].world_size))
     return numel * _state_bytes_per_element(optimizer)
+
+
+def _stepped_numel(trained: Sequence[FlatLayout], rank: int) -> int:
+    """Elements of parameters, without padding, in ``rank``'s slices."""
+    return sum(piece.numel for layout in trained for piece in layout.pieces(*layout.shard_range(rank)))
 
 
 def _state_bytes_per_element(optimizer: torch.optim.Optimizer) -> int:
