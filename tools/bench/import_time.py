@@ -4,7 +4,7 @@
 
 Every sample is a fresh interpreter; systems take turns, and medians are compared. CPU seconds and the number
 of modules hold on a busy machine, wall time does not. DeepSpeed is measured when it is installed
-(``uv run --group bench ...``).
+(``uv run --isolated --group peers ...``).
 """
 
 from __future__ import annotations
