@@ -1,5 +1,7 @@
 """Shard in one process: settings, refusals, and torch's semantics of gradients."""
 
+import gc
+
 import pytest
 import torch
 from torch import nn
@@ -95,6 +97,27 @@ def test_a_parameter_without_gradient_is_not_touched_even_by_weight_decay(stage)
     state = ds_zero.full_state_dict(model)
     assert bool((state["blocks.0.unused"] == 1.0).all())
     assert not bool((state["blocks.0.norm.weight"] == 1.0).all())
+
+
+@STAGES
+def test_a_step_leaves_nothing_to_the_garbage_collector(stage):
+    model, optimizer = sharded(stage)
+    batch = odd_batches(1)[0]
+
+    def step():
+        optimizer.zero_grad()
+        model(batch).backward()
+        optimizer.step()
+
+    step()
+    gc.collect()
+    gc.disable()
+    try:
+        step()
+        step()
+        assert gc.collect() == 0
+    finally:
+        gc.enable()
 
 
 @STAGES

@@ -193,8 +193,7 @@ def test_the_whole_demo_tiny(tmp_path: Path) -> None:
     assert (result["stage"], result["ranks"]) == (3, 2)
     assert result["loss_last"] < result["loss_first"] - 0.3
     assert result["tokens_per_s"] > 0
-    # The plan counts optimizer state of rank 0; where alignment falls, another rank holds a little more.
-    assert 0 < result["peak_bytes"] <= 1.01 * result["planned_bytes"]
+    assert 0 < result["peak_bytes"] <= result["planned_bytes"]
     assert "Before training" in said
     assert "After training" in said
     assert "step 12/12" in said

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd.graph import register_multi_grad_hook
 
 from ds_zero.gatherer import Gatherer, Unit
 
@@ -32,6 +31,27 @@ def differentiable(value: Any) -> list[torch.Tensor]:
     return [tensor for tensor in tensors_in(value) if tensor.requires_grad]
 
 
+class BackwardUse:
+    """One forward call's backward: over when every differentiable input has its gradient."""
+
+    def __init__(self, number: int, *, num_inputs: int) -> None:
+        self.number = number
+        self.num_inputs = num_inputs
+        self._pass = -1
+        self._num_left = num_inputs
+
+    def start(self, backward_pass: int) -> None:
+        """A gradient has reached the outputs; the first one in a backward starts the count."""
+        if backward_pass != self._pass:
+            self._pass = backward_pass
+            self._num_left = self.num_inputs
+
+    def input_is_done(self) -> bool:
+        """Count one input; whether it was the last."""
+        self._num_left -= 1
+        return self._num_left == 0
+
+
 class Backward:
     """Life of one backward, at stage 3: units come back when a gradient reaches them and go when done."""
 
@@ -43,23 +63,27 @@ class Backward:
         self._is_done = is_done
         self._uses = itertools.count()
         self._held: list[Unit] = []
+        self._pass = 0
 
     def watch(self, units: Sequence[Unit], inputs: Any, outputs: Any) -> None:
         """Gather ``units`` when a gradient reaches ``outputs``; let go when all ``inputs`` have theirs."""
-        reached = differentiable(outputs)
+        reached, left = differentiable(outputs), differentiable(inputs)
         if not reached:
             return
-        use = next(self._uses)
-        left = differentiable(inputs)
+        use = BackwardUse(next(self._uses), num_inputs=len(left))
 
+        # The closures hold no tensor: the graph holds them, and such a cycle would keep activations alive.
         def enter(_: Any) -> None:
             self._begin()
+            use.start(self._pass)
             for unit in units:
-                self._enter(unit, use, tracked=bool(left))
+                self._enter(unit, use.number, tracked=use.num_inputs > 0)
 
-        def leave(_: Sequence[torch.Tensor | None]) -> None:
+        def leave(_: Any) -> None:
+            if not use.input_is_done():
+                return
             for unit in units:
-                unit.backward_uses.discard(use)
+                unit.backward_uses.discard(use.number)
                 self.settle(unit)
 
         # Hooks of a tensor run before hooks of the node that made it: so the unit that took a tensor lets go
@@ -69,8 +93,8 @@ class Backward:
                 tensor.register_hook(enter)
             else:
                 tensor.grad_fn.register_prehook(enter)
-        if left:
-            register_multi_grad_hook(left, leave, mode="all")
+        for tensor in left:
+            tensor.register_hook(leave)
 
     def _enter(self, unit: Unit, use: int, *, tracked: bool) -> None:
         if tracked:
@@ -110,6 +134,7 @@ class Backward:
         for unit in self._held:
             self._let_go(unit)
         self._held.clear()
+        self._pass += 1
         self._gatherer.end_pass()
 
 
