@@ -3,6 +3,8 @@
 import copy
 import gc
 import math
+import subprocess
+import sys
 import weakref
 
 import pytest
@@ -456,6 +458,20 @@ def test_torch_is_as_before_after_the_context_even_if_it_fails():
     with sharded_init():
         assert is_deferred(torch.empty(1))
     assert torch.empty(1, device="meta").is_meta
+
+
+def test_a_usual_construction_imports_neither_compiler_nor_symbolic_shapes():
+    code = """
+import sys, torch, ds_zero
+with ds_zero.sharded_init():
+    linear = torch.nn.Linear(3, 3)
+    torch.nn.init.normal_(linear.weight)
+    torch.nn.init.trunc_normal_(linear.weight)
+    linear.bias.data.copy_(torch.randn(3))
+print(sorted({"sympy", "torch._dynamo"} & set(sys.modules)))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
 
 
 def test_a_named_device_is_kept():

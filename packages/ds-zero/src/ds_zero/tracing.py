@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
 
 from ds_zero.recording import (
+    RANDOM_FILLS,
     Constant,
     DeferredInitError,
     Operation,
@@ -44,6 +45,10 @@ DEFERRED_FACTORIES = frozenset(
 ALLOCATIONS = frozenset(
     ["empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided"]
 )
+# For fills with normal numbers torch has no meta kernel: asked for one, it imports its symbolic shapes, which
+# takes seconds. The shape is that of:
+NORMAL = {"randn": torch.ops.aten.empty.memory_format}
+META = torch.device("meta")
 # Besides those that torch tags so: in-place changes of the geometry only; the storage keeps its values.
 GEOMETRY = frozenset(["resize_", "resize_as_", "set_"])
 IS_META = torch.Tensor.is_meta.__get__  # type: ignore[attr-defined]
@@ -124,7 +129,8 @@ class Recording(TorchDispatchMode):
                 constant.keep_copy()
         touches_meta = any(_is_meta(leaf) for leaf in tree_flatten((args, kwargs))[0])
         if not touches_meta:
-            outputs = func(*args, **kwargs)
+            makes_meta = kwargs.get("device") == META
+            outputs = _run_on_meta(func, args, kwargs) if makes_meta else func(*args, **kwargs)
             self._record(func, args, kwargs, written=[], outputs=outputs)
             return outputs
         if real_written:
@@ -213,6 +219,10 @@ def _needs_values(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> boo
 def _run_on_meta(func: Any, args: Any, kwargs: Any) -> Any:
     """Results of the right shape. Real arguments go to meta, but for scalars and for what picks elements."""
     name = operator_name(func)
+    if name in RANDOM_FILLS:
+        return args[0]
+    if name in NORMAL:
+        return NORMAL[name](*args, **{key: value for key, value in kwargs.items() if key != "generator"})
 
     def shaped(leaf: Any) -> Any:
         if not isinstance(leaf, torch.Tensor) or leaf.is_meta or not leaf.dim():
@@ -222,7 +232,7 @@ def _run_on_meta(func: Any, args: Any, kwargs: Any) -> Any:
 
     meta_args, meta_kwargs = tree_map(shaped, (args, kwargs))
     if name == "_to_copy" and kwargs.get("device") is not None:
-        meta_kwargs = {**meta_kwargs, "device": torch.device("meta")}
+        meta_kwargs = {**meta_kwargs, "device": META}
     try:
         return func(*meta_args, **meta_kwargs)
     except NotImplementedError:
