@@ -2,6 +2,8 @@
 
 import msgspec
 
+from ds_spec.checks import check_fields
+
 
 class CostItem(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="cost_item"):
     """Cost of one component on one rank; zero where a measure does not apply."""
@@ -13,6 +15,9 @@ class CostItem(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     compute_flops: int = 0
     version: int = 1
 
+    def __post_init__(self) -> None:
+        check_fields(self, counts=("bytes_held", "bytes_sent", "compute_flops"), seconds=("time_s",))
+
 
 class Finding(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="finding"):
     """Advice: what was seen, what to do, and what that is expected to save."""
@@ -22,6 +27,9 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     gain_s: float = 0.0
     gain_bytes: int = 0
     version: int = 1
+
+    def __post_init__(self) -> None:
+        check_fields(self, counts=("gain_bytes",), seconds=("gain_s",))
 
 
 class CostReport(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="cost_report"):
@@ -44,7 +52,13 @@ class CostReport(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     def __post_init__(self) -> None:
         if self.source not in ("planned", "measured"):
-            raise ValueError(f"source must be 'planned' or 'measured', got {self.source!r}")
+            raise ValueError(f"CostReport.source must be 'planned' or 'measured', got {self.source!r}")
+        check_fields(self, counts=("limit_bytes",), seconds=("limit_s",))
+        names = [item.name for item in self.items]
+        if repeated := sorted({name for name in names if names.count(name) > 1}):
+            raise ValueError(
+                f"CostReport needs one item per component, got {repeated} twice; add them up first"
+            )
 
     @property
     def bytes_held(self) -> int:

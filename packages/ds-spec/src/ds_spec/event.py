@@ -2,6 +2,8 @@
 
 import msgspec
 
+from ds_spec.checks import check_fields, check_order
+
 
 class CommEvent(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="comm_event"):
     """One collective of one rank.
@@ -31,6 +33,10 @@ class CommEvent(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     rank: int
     version: int = 1
 
+    def __post_init__(self) -> None:
+        check_fields(self, counts=("seq", "bytes_sent", "bytes_total", "rank"), seconds=("begin_s", "end_s"))
+        check_order(self)
+
 
 class SpanEvent(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="span_event"):
     """A named stretch of time on one rank."""
@@ -42,6 +48,10 @@ class SpanEvent(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     rank: int
     version: int = 1
 
+    def __post_init__(self) -> None:
+        check_fields(self, counts=("rank",), seconds=("begin_s", "end_s"))
+        check_order(self)
+
 
 class MemoryEvent(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="memory_event"):
     """Bytes that one component holds on one rank from ``time_s`` on."""
@@ -51,6 +61,9 @@ class MemoryEvent(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     time_s: float
     rank: int
     version: int = 1
+
+    def __post_init__(self) -> None:
+        check_fields(self, counts=("bytes_held", "rank"), seconds=("time_s",))
 
 
 class IoEvent(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="io_event"):
@@ -63,6 +76,10 @@ class IoEvent(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     end_s: float
     rank: int
     version: int = 1
+
+    def __post_init__(self) -> None:
+        check_fields(self, counts=("num_bytes", "rank"), seconds=("begin_s", "end_s"))
+        check_order(self)
 
 
 Event = CommEvent | SpanEvent | MemoryEvent | IoEvent

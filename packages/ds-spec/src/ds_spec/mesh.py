@@ -5,6 +5,8 @@ from collections.abc import Mapping
 
 import msgspec
 
+from ds_spec.checks import check_fields
+
 AXES = ("pp", "dp", "sp", "tp", "ep")
 
 
@@ -17,6 +19,7 @@ class MeshSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     Raises:
         ValueError: an unknown or repeated axis, a size below 1, or lengths that differ.
+        TypeError: a size that is not an ``int``.
     """
 
     axes: tuple[str, ...]
@@ -24,6 +27,7 @@ class MeshSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     version: int = 1
 
     def __post_init__(self) -> None:
+        check_fields(self)
         unknown = [axis for axis in self.axes if axis not in AXES]
         if unknown:
             raise ValueError(f"mesh axes must be among {AXES}, got {unknown}")
@@ -31,8 +35,13 @@ class MeshSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             raise ValueError(f"mesh axes must differ, got {self.axes}")
         if len(self.axes) != len(self.sizes):
             raise ValueError(f"a mesh needs one size per axis, got axes {self.axes} and sizes {self.sizes}")
-        if any(size < 1 for size in self.sizes):
-            raise ValueError(f"mesh sizes must be at least 1, got {self.sizes}")
+        for axis, size in zip(self.axes, self.sizes, strict=True):
+            if type(size) is not int:
+                raise TypeError(f"the size of mesh axis {axis!r} must be an int, got {size!r}")
+            if size < 1:
+                raise ValueError(
+                    f"the size of mesh axis {axis!r} must be at least 1, got {size}; leave out unused axes"
+                )
 
     @property
     def world_size(self) -> int:
