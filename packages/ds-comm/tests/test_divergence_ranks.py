@@ -4,6 +4,7 @@ import os
 import signal
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -105,11 +106,16 @@ def test_a_rank_that_raises_is_named_with_its_error():
     assert "the data is wrong" in failure.value.errors[0]
 
 
+def be_elsewhere(comm):
+    while not comm.watch.board.verdict():
+        threading.Event().wait(0.05)
+
+
 def stay_away():
     comm = group()
     gather(comm)
     if comm.rank == 1:
-        threading.Event().wait(20)  # busy elsewhere, for longer than the limit
+        be_elsewhere(comm)  # for longer than the limit
     gather(comm)
 
 
@@ -119,7 +125,7 @@ def test_a_rank_that_stays_away_is_named_with_its_line():
     text = failure.value.errors[0]
     assert "StalledError: call 2 of group dp waits" in text
     assert "rank 1 is at test_divergence_ranks.py:" in text
-    assert "in stay_away" in text
+    assert "in be_elsewhere" in text
 
 
 def wait_for_each_other():
@@ -142,3 +148,28 @@ def test_nothing_is_left_in_shared_memory():
         run_ranks(die, 2, "kill")
     folder = Path("/dev/shm")
     assert not list(folder.glob("ds-comm-board-*")) if folder.is_dir() else True
+
+
+def stay_away_from_a_device():
+    from ds_comm.wire import DeviceWire
+
+    comm = group()
+    gather(comm)
+    ended = threading.Event()
+    wire = DeviceWire(comm._wire.group, comm.rank, comm.ranks, comm.device)
+    wire.abort = ended.set
+    comm._wire = wire
+    if comm.rank == 1:
+        be_elsewhere(comm)
+        return
+    stuck = SimpleNamespace(wait=lambda: None, is_completed=lambda: False)
+    wire.all_gather = lambda flat, shard: ([stuck], None)
+    gather(comm)  # returns at once, as on a device
+    assert ended.wait(20)
+    gather(comm)
+
+
+def test_a_stuck_device_is_ended_and_the_next_call_says_why():
+    with pytest.raises(RankFailedError) as failure:
+        run_ranks(stay_away_from_a_device, 2, comm_timeout_s=1.0)
+    assert "StalledError: call 2 of group dp waits" in failure.value.errors[0]

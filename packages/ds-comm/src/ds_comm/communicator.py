@@ -12,7 +12,7 @@ import torch
 from ds_comm.calls import Call, CallLog
 from ds_comm.errors import CollectiveMismatchError
 from ds_comm.watch import Watch
-from ds_comm.wire import GlooWire, Posted
+from ds_comm.wire import DeviceWire, GlooWire, Posted
 from ds_spec import CommEvent, events
 
 # Below this an all-reduce is one small exchange; above, a reduce-scatter and an all-gather send less.
@@ -202,6 +202,11 @@ class GroupCommunicator(Communicator):
         return Handle(finish, lambda: all(work.is_completed() for work in works))
 
     def _wait(self, call: Call, works: Sequence[Any]) -> None:
+        if not self._wire.waits_on_host:
+            for work in works:
+                work.wait()
+            self.watch.observe(call, works)
+            return
         since_s = time.monotonic()
         self.watch.waiting(call)
         for work in works:
@@ -235,6 +240,11 @@ class GroupCommunicator(Communicator):
                 rank=self.rank,
             )
         )
+
+    def inspect(self) -> None:
+        """From the watch thread: find out why works on a device do not complete, and end them."""
+        if self.watch.observed_are_stuck() and isinstance(self._wire, DeviceWire):
+            self._wire.abort()
 
     def _share(self, tensor: torch.Tensor) -> int:
         """Bytes of all slices but one."""

@@ -2,7 +2,9 @@
 
 import threading
 import time
+from collections import deque
 from collections.abc import Sequence
+from typing import Any
 
 from ds_comm.board import Board, State
 from ds_comm.calls import Call, CallLog, call_site, site_of_thread
@@ -35,6 +37,7 @@ class Watch:
         self._timeout_s = timeout_s
         self._peers = [index for index in range(len(ranks)) if index != rank]
         self._waiting = False
+        self._observed: deque[tuple[Call, Sequence[Any], float]] = deque()
 
     def before(self, call: Call) -> None:
         """Show the call, and refuse it when a rank made another one under the same number.
@@ -80,6 +83,24 @@ class Watch:
                 f"Rank {self._ranks[self._rank]} entered {call.describe()}. "
                 "If the wait is expected, raise timeout_s in ds_comm.init",
             )
+
+    def observe(self, call: Call, works: Sequence[Any]) -> None:
+        """Leave works that nobody waits for on the host to the watch thread."""
+        self._observed.append((call, works, time.monotonic()))
+
+    def observed_are_stuck(self) -> bool:
+        """Whether the oldest observed call has a verdict; called again and again by the watch thread."""
+        while self._observed and all(work.is_completed() for work in self._observed[0][1]):
+            self._observed.popleft()
+        if not self._observed:
+            return False
+        call, _, since_s = self._observed[0]
+        try:
+            self.check(call, since_s)
+        except CommError:
+            self._observed.clear()
+            return True
+        return False
 
     def explain(self, call: Call, error: Exception) -> CommError:
         """The reason for a failure of the transport, as far as it can be found within seconds."""

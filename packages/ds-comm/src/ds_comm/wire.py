@@ -38,7 +38,13 @@ class Scratch:
 
 
 class GlooWire:
-    """Moves for one group on CPU tensors."""
+    """Moves for one group on CPU tensors.
+
+    Attributes:
+        waits_on_host: whether waiting for a work blocks this thread until it is done.
+    """
+
+    waits_on_host = True
 
     def __init__(
         self, group: dist.ProcessGroup, rank: int, ranks: Sequence[int], device: torch.device
@@ -111,7 +117,18 @@ class GlooWire:
 
 
 class DeviceWire(GlooWire):
-    """The same moves by the device's own library (NCCL), which has in-place, true collectives."""
+    """The same moves by the device's own library (NCCL), which has in-place, true collectives.
+
+    Waiting only orders the stream and returns at once; whether works complete is watched from a thread.
+    """
+
+    waits_on_host = False
+
+    def abort(self) -> None:
+        """End the group's works, so that a stuck stream goes on and the next call can raise the reason."""
+        abort = getattr(self.group, "abort", None)
+        if abort is not None:
+            abort()
 
     def all_gather(self, flat: torch.Tensor, shard: torch.Tensor) -> Posted:
         """Fill every slice of ``flat`` from its owner."""

@@ -136,13 +136,14 @@ class World:
     def _publish(self) -> None:
         """Every second, show where this process is, for the ranks that wait for it."""
         while not self._stop.wait(self._check_s):
-            for watch in self._watches():
-                watch.show_activity(self._main)
-                if isinstance(watch.board, StoreBoard):
-                    watch.board.publish()
+            for group in self._joined():
+                group.watch.show_activity(self._main)
+                if isinstance(group.watch.board, StoreBoard):
+                    group.watch.board.publish()
+                group.inspect()
 
-    def _watches(self) -> list[Watch]:
-        return [group.watch for group in list(self._groups.values()) if isinstance(group, GroupCommunicator)]
+    def _joined(self) -> list[GroupCommunicator]:
+        return [group for group in list(self._groups.values()) if isinstance(group, GroupCommunicator)]
 
     def leave(self, *, failed: str = "") -> None:
         """Part from the other processes; wait for them unless this one failed.
@@ -151,7 +152,7 @@ class World:
             CommError: another rank waits for this one in a call it will not make.
         """
         self._stop.set()
-        watches = self._watches()
+        watches = [group.watch for group in self._joined()]
         for watch in watches:
             watch.leave(failed=failed)
         try:
