@@ -1,16 +1,20 @@
 """ZeRO-1/2/3 sharding for a plain PyTorch loop."""
 
 from ds_zero.accounting import held_bytes, peak_bytes, plan_bytes, shard_layout
-from ds_zero.config import Precision
+from ds_zero.config import LossScale, Offload, Precision
 from ds_zero.deferred import is_deferred, sharded_init
-from ds_zero.errors import InternalError, NonFiniteGradientError, ZeroError
+from ds_zero.errors import InternalError, LossScaleError, NonFiniteGradientError, ZeroError
 from ds_zero.optimizer import ShardedOptimizer
 from ds_zero.shard import BUCKET_NUMEL, close, full_state_dict, gathered, is_sharded, no_sync, shard
+from ds_zero.whole_tensors import read_whole, write_whole
 
 __all__ = [
     "BUCKET_NUMEL",
     "InternalError",
+    "LossScale",
+    "LossScaleError",
     "NonFiniteGradientError",
+    "Offload",
     "Precision",
     "ShardedOptimizer",
     "ZeroError",
@@ -23,7 +27,9 @@ __all__ = [
     "no_sync",
     "peak_bytes",
     "plan_bytes",
+    "read_whole",
     "shard",
     "shard_layout",
     "sharded_init",
+    "write_whole",
 ]

@@ -6,11 +6,13 @@ import torch
 from torch import nn
 
 import ds_spec
-from ds_zero.config import Precision, ZeroOptions, check_options
+from ds_zero.config import Precision, ZeroOptions, check_options, fp32_modules
 from ds_zero.engine import engine_of
+from ds_zero.flat_plan import FlatSpec, plan_flats
 from ds_zero.layout import FlatLayout, plan_flat_layout
 from ds_zero.reducer import MAX_IN_FLIGHT
-from ds_zero.units import UnitPlan, merge_small_units, plan_units
+from ds_zero.states import trial_state
+from ds_zero.units import merge_small_units, plan_units
 
 COMPONENTS = ("parameters", "gradients", "optimizer", "gathered", "buckets", "buffers")
 FP32_BYTES = 4
@@ -95,67 +97,90 @@ def plan_bytes(
     if stage < 3:
         numels = {name: parameter.numel() for name, parameter in shapes.items()}
         plans = merge_small_units(plans, numels, bucket_numel=bucket_numel)
-    trained = _layouts(plans, shapes, world_size, trainable=True)
-    frozen = _layouts(plans, shapes, world_size, trainable=False)
-    planned = _plan_components(trained, frozen, options)
-    planned["optimizer"] += _state_bytes(trained, optimizer, stage)
+    specs = plan_flats(model, plans, options=options, trains=True)
+    flats = [
+        (
+            spec,
+            plan_flat_layout(spec.names, [tuple(shapes[n].shape) for n in spec.names], world_size=world_size),
+        )
+        for spec in specs
+    ]
+    trained = [(spec, layout) for spec, layout in flats if spec.trainable]
+    planned: dict[str, int] = dict.fromkeys(COMPONENTS, 0)
+    planned["parameters"] = _parameter_bytes(flats, stage) + _plain_bytes(model, specs, options)
+    planned["gathered"] = _gathered_bytes(flats, options)
+    planned["gradients"] = sum(_gradient_bytes(spec, layout, options) for spec, layout in trained)
+    planned["buckets"] = _bucket_bytes(trained, options)
+    masters = [layout for spec, layout in trained if spec.dtype is not torch.float32]
+    stepped = [layout.padded_numel if stage == 0 else layout.shard_numel for layout in masters]
+    planned["optimizer"] = sum(stepped) * FP32_BYTES
+    planned["optimizer"] += _state_bytes([layout for _, layout in trained], optimizer, stage)
     planned["buffers"] = _bytes(model.buffers(), set())
     return planned
 
 
-def _layouts(
-    plans: Sequence[UnitPlan], parameters: dict[str, nn.Parameter], world_size: int, *, trainable: bool
-) -> list[FlatLayout]:
-    layouts = []
-    for plan in plans:
-        names = [name for name in plan.parameters if parameters[name].requires_grad is trainable]
-        shapes = [tuple(parameters[name].shape) for name in names]
-        layouts.append(plan_flat_layout(names, shapes, world_size=world_size))
-    return layouts
+Flats = Sequence[tuple[FlatSpec, FlatLayout]]
 
 
-def _plan_components(
-    trained: Sequence[FlatLayout], frozen: Sequence[FlatLayout], options: ZeroOptions
-) -> dict[str, int]:
-    itemsize = options.precision.param_dtype.itemsize
-    stage = options.stage
-    full = sum(layout.padded_numel for layout in trained)
-    shard = sum(layout.shard_numel for layout in trained)
-    planned: dict[str, int] = dict.fromkeys(COMPONENTS, 0)
-    if stage == 3:
-        planned["parameters"] = (shard + sum(layout.shard_numel for layout in frozen)) * itemsize
-        sizes = sorted(
-            (t.padded_numel + f.padded_numel for t, f in zip(trained, frozen, strict=True)), reverse=True
-        )
-        planned["gathered"] = sum(sizes[: options.max_gathered_units]) * itemsize
-    else:
-        exact = sum(slot.numel for layout in frozen for slot in layout.slots)
-        planned["parameters"] = (full + exact) * itemsize
-    planned["gradients"] = _gradient_bytes(options, full, shard)
-    planned["buckets"] = _bucket_bytes(trained, options)
-    if options.precision.has_master:
-        planned["optimizer"] = (full if stage == 0 else shard) * FP32_BYTES
-    return planned
+def _layout(spec: FlatSpec, parameters: dict[str, nn.Parameter], world_size: int) -> FlatLayout:
+    shapes = [tuple(parameters[name].shape) for name in spec.names]
+    return plan_flat_layout(spec.names, shapes, world_size=world_size)
 
 
-def _gradient_bytes(options: ZeroOptions, full: int, shard: int) -> int:
-    mixed = options.precision.has_master
+def _parameter_bytes(flats: Flats, stage: int) -> int:
+    sizes = [
+        (layout.shard_numel if stage == 3 else layout.padded_numel, spec.dtype) for spec, layout in flats
+    ]
+    return sum(numel * dtype.itemsize for numel, dtype in sizes)
+
+
+def _plain_bytes(model: nn.Module, specs: Sequence[FlatSpec], options: ZeroOptions) -> int:
+    """Of parameters that lie in no flat."""
+    flat = {name for spec in specs for name in spec.names}
+    wide = tuple(f"{name}." for name in fp32_modules(model, options.precision))
+    total = 0
+    for name, parameter in model.named_parameters():
+        if name not in flat:
+            dtype = torch.float32 if name.startswith(wide) else options.precision.param_dtype
+            floating = parameter.is_floating_point()
+            total += parameter.numel() * (dtype.itemsize if floating else parameter.element_size())
+    return total
+
+
+def _gathered_bytes(flats: Flats, options: ZeroOptions) -> int:
+    if options.stage < 3:
+        return 0
+    units: dict[str, int] = {}
+    for spec, layout in flats:
+        units[spec.unit] = units.get(spec.unit, 0) + layout.padded_numel * spec.dtype.itemsize
+    return sum(sorted(units.values(), reverse=True)[: options.max_gathered_units])
+
+
+def _gradient_bytes(spec: FlatSpec, layout: FlatLayout, options: ZeroOptions) -> int:
+    sent = _grad_dtype(spec, options)
+    kept = torch.float32 if sent is torch.float32 else options.precision.accumulate_dtype
     if options.stage >= 2:
-        return shard * FP32_BYTES
-    reduced = shard * FP32_BYTES if mixed else 0
-    whole = full * FP32_BYTES if mixed and options.stage == 0 else 0
-    return full * options.precision.param_dtype.itemsize + reduced + whole
+        return layout.shard_numel * kept.itemsize
+    full = layout.padded_numel * sent.itemsize
+    if sent is kept:
+        return full
+    whole = layout.padded_numel * kept.itemsize if options.stage == 0 else 0
+    return full + layout.shard_numel * kept.itemsize + whole
 
 
-def _bucket_bytes(trained: Sequence[FlatLayout], options: ZeroOptions) -> int:
+def _grad_dtype(spec: FlatSpec, options: ZeroOptions) -> torch.dtype:
+    return options.precision.grad_dtype if options.precision.grad is not None else spec.dtype
+
+
+def _bucket_bytes(trained: Flats, options: ZeroOptions) -> int:
     if options.stage < 2:
         return 0
     sizes: dict[int, int] = {}
-    for layout in trained:
-        sizes[layout.padded_numel] = sizes.get(layout.padded_numel, 0) + 1
+    for spec, layout in trained:
+        num_bytes = layout.padded_numel * _grad_dtype(spec, options).itemsize
+        sizes[num_bytes] = sizes.get(num_bytes, 0) + 1
     # Reductions in flight and the flat being filled hold one buffer each, of their size.
-    pooled = sum(numel * min(count, MAX_IN_FLIGHT + 1) for numel, count in sizes.items())
-    return pooled * options.precision.param_dtype.itemsize
+    return sum(num_bytes * min(count, MAX_IN_FLIGHT + 1) for num_bytes, count in sizes.items())
 
 
 def _state_bytes(trained: Sequence[FlatLayout], optimizer: torch.optim.Optimizer | None, stage: int) -> int:
@@ -166,26 +191,12 @@ def _state_bytes(trained: Sequence[FlatLayout], optimizer: torch.optim.Optimizer
         numel = sum(slot.numel for layout in trained for slot in layout.slots)
     else:
         numel = max(_stepped_numel(trained, rank) for rank in range(trained[0].world_size))
-    return numel * _state_bytes_per_element(optimizer)
+    return numel * sum(value.element_size() for _, value in trial_state(optimizer))
 
 
 def _stepped_numel(trained: Sequence[FlatLayout], rank: int) -> int:
     """Elements of parameters, without padding, in ``rank``'s slices."""
     return sum(piece.numel for layout in trained for piece in layout.pieces(*layout.shard_range(rank)))
-
-
-def _state_bytes_per_element(optimizer: torch.optim.Optimizer) -> int:
-    probe = nn.Parameter(torch.zeros(64))
-    probe.grad = torch.ones(64)
-    options = {
-        key: value for key, value in optimizer.param_groups[0].items() if key not in ("params", "initial_lr")
-    }
-    trial = type(optimizer).__new__(type(optimizer))
-    trial.__dict__.update({key: value for key, value in optimizer.__dict__.items() if key != "step"})
-    torch.optim.Optimizer.__init__(trial, [{"params": [probe], **options}], dict(optimizer.defaults))
-    trial.step()
-    state = trial.state.get(probe, {}).values()
-    return sum(v.element_size() for v in state if isinstance(v, torch.Tensor) and v.numel() == probe.numel())
 
 
 def shard_layout(model: nn.Module) -> ds_spec.ShardLayout:

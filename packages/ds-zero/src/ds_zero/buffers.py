@@ -49,20 +49,24 @@ class BufferPool:
         self._comm = comm
         self._ledger = ledger
         self._component = component
-        self._free: dict[tuple[int, torch.dtype], list[torch.Tensor]] = {}
+        self._free: dict[tuple[int, torch.dtype, torch.device], list[torch.Tensor]] = {}
 
-    def take(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """A buffer of ``numel`` elements with unspecified contents."""
-        free = self._free.setdefault((numel, dtype), [])
+    def take(self, numel: int, dtype: torch.dtype, device: torch.device | None = None) -> torch.Tensor:
+        """A buffer of ``numel`` elements with unspecified contents, by default on the group's device."""
+        device = device or self._comm.device
+        free = self._free.setdefault((numel, dtype, device), [])
         if free:
             return free.pop()
-        buffer = self._comm.allocate(numel, dtype)
+        if device == self._comm.device:
+            buffer = self._comm.allocate(numel, dtype)
+        else:
+            buffer = torch.empty(numel, dtype=dtype, device=device)
         self._ledger.add(self._component, buffer.nbytes)
         return buffer
 
     def give(self, buffer: torch.Tensor) -> None:
         """Return a buffer taken before."""
-        self._free[(buffer.numel(), buffer.dtype)].append(buffer)
+        self._free.setdefault((buffer.numel(), buffer.dtype, buffer.device), []).append(buffer)
 
     def free(self) -> list[torch.Tensor]:
         """The buffers nobody uses now."""

@@ -12,17 +12,26 @@ from torch.autograd import Variable
 
 from ds_comm import Communicator, Mesh
 from ds_zero.buffers import BufferPool, Ledger
-from ds_zero.config import ZeroOptions
+from ds_zero.casting import AutocastBracket, CastBracket
+from ds_zero.config import DTYPES, ZeroOptions, fp32_modules
 from ds_zero.deferred import forget, is_deferred, materialize
 from ds_zero.errors import ZeroError
+from ds_zero.flat_plan import FlatSpec, plan_flats
 from ds_zero.gatherer import Gatherer, Unit
 from ds_zero.gradients import FlatGradients
-from ds_zero.hooks import Backward, ModuleBracket, StateDictBracket, cast_floating
+from ds_zero.homes import Homes, leaving
+from ds_zero.hooks import Backward, ModuleBracket, StateDictBracket
 from ds_zero.layout import plan_flat_layout
-from ds_zero.optimizer import ShardedOptimizer, own_pieces
+from ds_zero.optimizer import ShardedOptimizer, whole_parameters
 from ds_zero.parameters import FlatParameters
+from ds_zero.pieces import own_pieces, replace_parameters
 from ds_zero.reducer import Reducer
+from ds_zero.scaling import LossScaler, scale_outputs
+from ds_zero.states import moments_of
+from ds_zero.stepper import Stepper
+from ds_zero.tensor_norms import TensorSums
 from ds_zero.units import UnitPlan, merge_small_units, plan_units
+from ds_zero.whole import WholeParameters
 
 logger = logging.getLogger(__name__)
 
@@ -50,13 +59,11 @@ class Engine:
         replaced = replace_deferred(model, self.plans, optimizer)
         self.units: dict[str, Unit] = {}
         self.flats: list[FlatParameters] = []
-        self._build_units(replaced, trains=optimizer is not None)
+        self.scaler = LossScaler(options.precision.loss_scale if optimizer is not None else None)
+        self.homes = Homes(options, self.comm, self.pool, self.ledger)
+        self._build_flats(replaced, optimizer)
         self._share_the_rest(replaced)
-        self.gradients = [
-            FlatGradients(flat, options=options, pool=self.pool, ledger=self.ledger)
-            for flat in self.flats
-            if flat.trainable
-        ]
+        self.gradients = [self._build_gradients(flat) for flat in self.flats if flat.trainable]
         self._of_unit = {
             unit.label: [gradient for gradient in self.gradients if gradient.flat in unit.flats]
             for unit in self.units.values()
@@ -73,56 +80,61 @@ class Engine:
 
     # Building
 
-    def _build_units(self, sources: dict[int, torch.Tensor], *, trains: bool) -> None:
+    def _build_flats(self, sources: dict[int, torch.Tensor], optimizer: torch.optim.Optimizer | None) -> None:
+        specs = plan_flats(self.model, self.plans, options=self.options, trains=optimizer is not None)
+        moments = moments_of(optimizer) if optimizer is not None and self.homes.needs_moments else ()
         named = dict(self.model.named_parameters())
+        numels = [sum(named[name].numel() for name in spec.names) * spec.trainable for spec in specs]
+        leaves = leaving(numels, self.options.offload.ratio)
+        for spec, leaving_here in zip(specs, leaves, strict=True):
+            self.flats.append(self._build_flat(spec, named, sources, moments=moments, leaves=leaving_here))
         for plan in self.plans:
-            flats = []
-            for trainable in (True, False):
-                if not trainable and self.options.stage < 3:
-                    continue
-                names = [
-                    name
-                    for name in plan.parameters
-                    if named[name].is_floating_point() and (named[name].requires_grad and trains) is trainable
-                ]
-                if names:
-                    flats.append(self._build_flat(plan, names, named, sources, trainable=trainable))
-            self.units[plan.name] = Unit(plan.label, flats)
-            self.flats += flats
+            mine = [flat for flat, spec in zip(self.flats, specs, strict=True) if spec.unit == plan.name]
+            self.units[plan.name] = Unit(plan.label, mine)
 
     def _build_flat(
         self,
-        plan: UnitPlan,
-        names: Sequence[str],
+        spec: FlatSpec,
         named: dict[str, nn.Parameter],
         deferred: dict[int, torch.Tensor],
         *,
-        trainable: bool,
+        moments: Sequence[str],
+        leaves: bool,
     ) -> FlatParameters:
-        parameters = [named[name] for name in names]
+        parameters = [named[name] for name in spec.names]
         origins = [deferred.get(id(parameter), parameter.data) for parameter in parameters]
-        layout = plan_flat_layout(names, [tuple(t.shape) for t in origins], world_size=self.comm.world_size)
+        shapes = [tuple(origin.shape) for origin in origins]
+        layout = plan_flat_layout(spec.names, shapes, world_size=self.comm.world_size)
         flat = FlatParameters(
-            plan.label if trainable else f"{plan.label} frozen",
+            spec.label,
             layout,
             parameters,
             comm=self.comm,
+            dtype=spec.dtype,
             options=self.options,
-            trainable=trainable,
+            trainable=spec.trainable,
             ledger=self.ledger,
         )
+        flat.place = self.homes.parameter_place(spec.label, layout.shard_numel * spec.dtype.itemsize)
+        if spec.trainable:
+            flat.states = self.homes.states_of(flat, moments, leaves=leaves)
         pending = [origin for origin in origins if is_deferred(origin)]
         ready = iter(materialize(pending, device=str(self.comm.device))) if pending else iter(())
         flat.adopt([next(ready) if is_deferred(origin) else origin for origin in origins])
         forget(pending)
         return flat
 
+    def _build_gradients(self, flat: FlatParameters) -> FlatGradients:
+        place = self.homes.gradient_place(flat)
+        return FlatGradients(flat, options=self.options, pool=self.pool, ledger=self.ledger, place=place)
+
     def _share_the_rest(self, deferred: dict[int, torch.Tensor]) -> None:
         """Parameters outside the flats and buffers: on the device, as rank 0 has them, whole everywhere."""
         mine = {id(parameter) for flat in self.flats for parameter in flat.parameters}
-        dtype = self.options.precision.param_dtype
+        wide = tuple(f"{name}." for name in fp32_modules(self.model, self.options.precision))
         for name, parameter in self.model.named_parameters():
             if id(parameter) not in mine:
+                dtype = torch.float32 if name.startswith(wide) else self.options.precision.param_dtype
                 (value,) = materialize([deferred.get(id(parameter), parameter.data)])
                 value = value.to(self.comm.device, dtype if value.is_floating_point() else None)
                 parameter.data = self._as_rank_0(value, name)
@@ -141,7 +153,8 @@ class Engine:
     def _wrap(self, optimizer: torch.optim.Optimizer | None) -> ShardedOptimizer | None:
         if optimizer is None:
             return None
-        owned = own_pieces(self.gradients)
+        whole = self._deal_whole(optimizer)
+        owned = own_pieces(self.gradients, whole)
         listed = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         forgotten = [
             name for name, p in self.model.named_parameters() if id(p) in owned and id(p) not in listed
@@ -150,13 +163,32 @@ class Engine:
             logger.warning(
                 "the optimizer leaves out trainable parameters; %s and others will not change", forgotten[0]
             )
+        pieces = replace_parameters(optimizer, owned)
+        if hasattr(optimizer, "sum_over_ranks") and self.options.stage > 0:
+            optimizer.sum_over_ranks = TensorSums(  # type: ignore[attr-defined]
+                pieces, self.gradients, self.comm
+            )
         return ShardedOptimizer(
             optimizer,
-            owned,
+            pieces,
             reducer=self.reducer,
             gradients=self.gradients,
             comm=self.comm,
             options=self.options,
+            stepper=Stepper(optimizer, pieces, self.gradients, whole=whole, pool=self.pool),
+            scaler=self.scaler,
+        )
+
+    def _deal_whole(self, optimizer: torch.optim.Optimizer) -> WholeParameters:
+        needed = whole_parameters(optimizer)
+        names = [name for name, parameter in self.model.named_parameters() if id(parameter) in needed]
+        if names and any(gradient.is_stepped_apart for gradient in self.gradients):
+            raise ZeroError(
+                f"{type(optimizer).__name__} needs whole parameters ({names[0]}), dealt to ranks on the "
+                "device; it does not go with offload, with narrow moments or with narrow accumulation"
+            )
+        return WholeParameters(
+            self.gradients, names, comm=self.comm, pool=self.pool, everywhere=self.options.stage == 0
         )
 
     # Hooks
@@ -173,12 +205,39 @@ class Engine:
         if self.options.stage == 3:
             for plan in self.plans:
                 self._bracket(plan, modules)
-        for name, unit in self.units.items():
-            if self.options.stage == 3 or self.options.precision.has_master:
-                self._handles += StateDictBracket(modules[name], unit, self.gatherer).handles
-        if self.options.precision.has_master:
-            self._handles.append(self.model.register_forward_pre_hook(self._cast_inputs, with_kwargs=True))
+        self._install_state_dicts(modules)
+        self._install_dtypes(modules)
         self.model.zero_grad = self.zero_grad  # type: ignore[method-assign]
+
+    def _install_state_dicts(self, modules: dict[str, nn.Module]) -> None:
+        if self.options.stage == 3:
+            for name, unit in self.units.items():
+                self._handles += StateDictBracket(modules[name], unit, self.gatherer).handles
+        elif any(flat.has_master or flat.keeps_master_elsewhere for flat in self.flats):
+            # A bucket spans modules that are loaded one after the other: each one's values count at once.
+            for module in modules.values():
+                held = {
+                    id(self.unit_of(p)): self.unit_of(p) for p in module._parameters.values() if p is not None
+                }
+                for unit in held.values():
+                    if unit is not None:
+                        self._handles += StateDictBracket(module, unit, self.gatherer).handles
+
+    def _install_dtypes(self, modules: dict[str, nn.Module]) -> None:
+        precision = self.options.precision
+        if precision.is_mixed:
+            dtype = precision.param_dtype
+            self._handles += CastBracket(self.model, inside=dtype, outside=None).handles
+            for name in fp32_modules(self.model, precision):
+                self._handles += CastBracket(modules[name], inside=torch.float32, outside=dtype).handles
+        if precision.autocast is not None:
+            kind, dtype = self.comm.device.type, DTYPES[precision.autocast]
+            self._handles += AutocastBracket(self.model, device_type=kind, dtype=dtype).handles
+        if self.scaler.options is not None:
+            self._handles.append(self.model.register_forward_hook(self._scale_outputs))
+
+    def _scale_outputs(self, module: nn.Module, args: Any, output: Any) -> Any:
+        return scale_outputs(output, self.scaler) if torch.is_grad_enabled() else output
 
     def _bracket(self, plan: UnitPlan, modules: dict[str, nn.Module]) -> None:
         unit = self.units[plan.name]
@@ -223,10 +282,7 @@ class Engine:
         self._in_backward = False
         self.backward.end()
         self.reducer.end_backward()
-
-    def _cast_inputs(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        dtype = self.options.precision.param_dtype
-        return cast_floating(args, dtype), cast_floating(kwargs, dtype)
+        self.scaler.end_backward()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """What ``model.zero_grad`` and ``optimizer.zero_grad`` do."""
@@ -255,6 +311,7 @@ class Engine:
                 flat.restore()
                 for parameter in flat.parameters:
                     delattr(parameter, PARAMETER_ATTRIBUTE)
+        self.homes.close()
         del self.model.zero_grad
         object.__delattr__(self.model, ATTRIBUTE)
 

@@ -11,3 +11,7 @@ class NonFiniteGradientError(ZeroError):
 
 class InternalError(ZeroError):
     """A broken invariant of the engine itself, never the caller's mistake."""
+
+
+class LossScaleError(ZeroError):
+    """A gradient overflows although the loss scale is as small as it may be."""

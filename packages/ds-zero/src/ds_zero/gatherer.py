@@ -56,6 +56,11 @@ class GatherOrder:
         self._follows = False
         return None
 
+    def expected(self, ahead: int) -> Unit | None:
+        """The unit expected ``ahead`` places after the next one."""
+        position = self._position + ahead
+        return self._trace[position] if self._follows and position < len(self._trace) else None
+
     def reset(self) -> None:
         """A pass over the model is over; the next is expected to be like it."""
         if not self._follows or not self._trace:
@@ -109,6 +114,10 @@ class Gatherer:
         if following is not None and following.is_sharded and self.num_gathered < self._limit:
             for flat in following.flats:
                 flat.start_gather()
+        beyond = self._order.expected(1) if following is not None else None
+        if beyond is not None:
+            for flat in beyond.flats:
+                flat.fetch()
         self.peak_gathered_units = max(self.peak_gathered_units, self.num_gathered)
 
     def unpin(self, unit: Unit) -> None:

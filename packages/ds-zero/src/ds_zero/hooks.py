@@ -217,14 +217,3 @@ class StateDictBracket:
             for flat in self._unit.flats:
                 flat.commit()
         self._gatherer.unpin(self._unit)
-
-
-def cast_floating(value: Any, dtype: torch.dtype) -> Any:
-    """``value`` with every floating tensor in tuples, lists and dicts cast to ``dtype``."""
-    if isinstance(value, torch.Tensor):
-        return value.to(dtype) if value.is_floating_point() else value
-    if type(value) in (list, tuple):
-        return type(value)(cast_floating(item, dtype) for item in value)
-    if type(value) is dict:
-        return {key: cast_floating(item, dtype) for key, item in value.items()}
-    return value

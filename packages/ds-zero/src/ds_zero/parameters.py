@@ -11,6 +11,7 @@ from ds_zero.buffers import Ledger
 from ds_zero.config import ZeroOptions
 from ds_zero.errors import InternalError
 from ds_zero.layout import FlatLayout, Piece
+from ds_zero.states import MASTER, FlatStates, Place
 
 # P = elements of one parameter, F = flat buffer (padded), S = F // world_size
 
@@ -30,10 +31,13 @@ class FlatParameters:
     Attributes:
         layout: where each parameter lies.
         parameters: the model's own objects, in slot order.
-        full: F elements in the precision's dtype; storage of zero bytes while sharded.
+        dtype: of the parameters.
+        full: F elements in ``dtype``; storage of zero bytes while sharded.
         shard: S elements, this rank's slice; a view of ``full`` when whole.
         master: fp32 elements this rank steps: all F at stage 0, else S. The same memory as the parameters
-            in fp32, a separate copy under mixed precision, ``None`` when frozen.
+            in fp32, a separate copy under mixed precision, ``None`` when frozen or kept in ``states``.
+        place: where the slice is kept between uses, if not on the device; ``shard`` is then empty.
+        states: master weights and moments that are kept elsewhere, if they are; set before :meth:`adopt`.
     """
 
     def __init__(
@@ -43,18 +47,21 @@ class FlatParameters:
         parameters: Sequence[nn.Parameter],
         *,
         comm: Communicator,
+        dtype: torch.dtype,
         options: ZeroOptions,
         trainable: bool,
         ledger: Ledger,
-    ) -> None:
+    ) -> None:  # each names one thing that a flat is made of
         self.label = label
         self.layout = layout
         self.parameters = tuple(parameters)
         self.trainable = trainable
         self.comm = comm
         self.stage = options.stage
-        self.dtype = options.precision.param_dtype
-        self.has_master = trainable and options.precision.has_master
+        self.dtype = dtype
+        self.has_master = trainable and dtype is not torch.float32
+        self.place: Place | None = None
+        self.states: FlatStates | None = None
         self.state = ParameterState.WHOLE
         self.master: torch.Tensor | None = None
         self._ledger = ledger
@@ -65,6 +72,11 @@ class FlatParameters:
     def full_bytes(self) -> int:
         """Bytes of the gathered buffer."""
         return self.layout.padded_numel * self.dtype.itemsize
+
+    @property
+    def keeps_master_elsewhere(self) -> bool:
+        """Whether the master weights lie in ``states``."""
+        return self.states is not None and self.states.has_master
 
     @property
     def shard_range(self) -> tuple[int, int]:
@@ -100,7 +112,11 @@ class FlatParameters:
             self.full = self.comm.allocate(self.layout.padded_numel, self.dtype)
             self.full.copy_(values)
         first, last = self.shard_range
-        if self.stage == 3:
+        if self.place is not None:
+            self.shard = self._empty
+            self.has_master = self.trainable
+            self._write_shard(self.full[first:last])
+        elif self.stage == 3:
             self.shard = self.comm.allocate(self.layout.shard_numel, self.dtype)
             self.shard.copy_(self.full[first:last])
         else:
@@ -108,8 +124,12 @@ class FlatParameters:
         self._ledger.add("parameters", self.shard.nbytes if self.stage == 3 else self.full_bytes)
         if not self.trainable:
             return
-        if self.has_master:
-            start, stop = self.stepped_range
+        start, stop = self.stepped_range
+        if self.states is not None:
+            self.states.create(values[start:stop])
+        if self.keeps_master_elsewhere:
+            self.master = None
+        elif self.has_master:
             self.master = values[start:stop].clone()
             self._ledger.add("optimizer", self.master.nbytes)
         else:
@@ -124,6 +144,10 @@ class FlatParameters:
         """A flat view of ``numel`` elements."""
         return buffer.detach()[start_numel : start_numel + numel]
 
+    def holds(self, name: str) -> bool:
+        """Whether the parameter of this name lies here."""
+        return any(slot.name == name for slot in self.layout.slots)
+
     def stepped_pieces(self) -> list[Piece]:
         """The parts of parameters that this rank's optimizer steps."""
         return list(self.layout.pieces(*self.stepped_range))
@@ -137,8 +161,29 @@ class FlatParameters:
             return
         self.full.untyped_storage().resize_(self.full_bytes)
         self._ledger.add("gathered", self.full_bytes)
-        self._handle = self.comm.all_gather_async(self.full, self.shard, tag=f"{self.label} parameters")
+        shard = self.shard if self.place is None else self._read_shard(self.place)
+        self._handle = self.comm.all_gather_async(self.full, shard, tag=f"{self.label} parameters")
         self.state = ParameterState.GATHERING
+
+    def fetch(self) -> None:
+        """Start to bring the slice from where it is kept, to be gathered soon; a no-op on the device."""
+        if self.place is not None and self.state is ParameterState.SHARDED:
+            self.place.fetch()
+
+    def _read_shard(self, place: Place) -> torch.Tensor:
+        """Bring the slice to its own part of the gathered buffer, from where the all-gather takes it."""
+        first, last = self.shard_range
+        own = self.full[first:last]
+        own.copy_(place.wait().view(self.dtype))
+        place.drop()
+        return own
+
+    def _write_shard(self, values: torch.Tensor) -> None:
+        if self.place is None:
+            self.stepped.copy_(values)
+        else:
+            self.place.blank().view(self.dtype).copy_(values)
+            self.place.store()
 
     def finish_gather(self) -> None:
         """Wait for the all-gather and point the parameters at the buffer; a no-op when they are there."""
@@ -153,6 +198,8 @@ class FlatParameters:
 
     def release(self) -> None:
         """Give the gathered memory back; a no-op when whole or sharded."""
+        if self.state is ParameterState.SHARDED and self.place is not None:
+            self.place.drop()
         if self.state in (ParameterState.WHOLE, ParameterState.SHARDED):
             return
         self.finish_gather()
@@ -162,15 +209,24 @@ class FlatParameters:
         self._ledger.add("gathered", -self.full_bytes)
         self.state = ParameterState.SHARDED
 
+    @property
+    def stepped(self) -> torch.Tensor:
+        """The parameters' elements that this rank steps, in ``dtype``."""
+        return self.full if self.stage == 0 else self.shard
+
+    def publish_from(self, master: torch.Tensor) -> None:
+        """Take stepped master weights (as many as this rank steps) that are kept elsewhere."""
+        self._write_shard(master)
+
     def publish(self) -> None:
         """Make the stepped master weights everyone's parameters.
 
         Collective: every rank, flats in the same order; no communication at stages 0 and 3.
         """
-        if self.master is None:
+        if not self.trainable:
             return
-        if self.has_master:
-            (self.full if self.stage == 0 else self.shard).copy_(self.master)
+        if self.has_master and self.master is not None:
+            self._write_shard(self.master)
         if self.stage in (1, 2):
             self.comm.all_gather(self.full, self.shard, tag=f"{self.label} parameters")
 
@@ -181,12 +237,23 @@ class FlatParameters:
         """
         first, last = self.shard_range
         if self.stage == 3:
-            self.shard.copy_(self.full[first:last])
-        if self.has_master and self.master is not None:
-            start, stop = self.stepped_range
-            edited = self.full[start:stop]
-            changed = edited != self.master.to(self.dtype)
-            self.master.copy_(torch.where(changed, edited.float(), self.master))
+            self._write_shard(self.full[first:last])
+        start, stop = self.stepped_range
+        edited = self.full[start:stop]
+        if self.states is not None and self.states.has_master:
+            master = self.states.open()[MASTER]
+            if self._take_over(master, edited):
+                self.states.close()
+            else:
+                self.states.drop()
+        elif self.has_master and self.master is not None:
+            self._take_over(self.master, edited)
+
+    def _take_over(self, master: torch.Tensor, edited: torch.Tensor) -> bool:
+        edited = edited.to(master.device)
+        changed = edited != master.to(self.dtype)
+        master.copy_(torch.where(changed, edited.float(), master))
+        return bool(changed.any())
 
     def restore(self) -> None:
         """Make the parameters plain tensors of their own again, whole on this rank."""

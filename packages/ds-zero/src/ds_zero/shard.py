@@ -7,11 +7,11 @@ import torch
 from torch import nn
 
 from ds_comm import Mesh
-from ds_zero.config import Precision, check_options
+from ds_zero.config import Offload, Precision, check_options
 from ds_zero.engine import ATTRIBUTE, PARAMETER_ATTRIBUTE, Engine, engine_of
 from ds_zero.errors import ZeroError
 from ds_zero.gatherer import Unit
-from ds_zero.optimizer import ShardedOptimizer, check_elementwise
+from ds_zero.optimizer import ShardedOptimizer
 
 # Neighbouring units below this many elements share one reduction at stages 0 to 2 (16 MiB in fp32).
 BUCKET_NUMEL = 1 << 22
@@ -24,6 +24,7 @@ def shard(
     stage: int = 3,
     mesh: Mesh | None = None,
     precision: str | Precision = "fp32",
+    offload: Offload | None = None,
     clip_norm: float | None = None,
     units: Sequence[str] | None = None,
     max_gathered_units: int = 2,
@@ -39,11 +40,13 @@ def shard(
 
     Args:
         model: any module; its floating parameters are cast to ``precision.param``.
-        optimizer: an element-wise torch optimizer over ``model.parameters()`` that has not stepped yet.
-            ``None`` is for inference: nothing is trained.
+        optimizer: a torch optimizer over ``model.parameters()`` that has not stepped yet. One that needs
+            whole tensors (Muon, Adafactor) gets them, dealt out to ranks. ``None`` is for inference.
         stage: 0 shards nothing, 1 the optimizer state, 2 gradients too, 3 parameters too.
         mesh: ranks to shard over, default all of them (one process alone needs no set-up).
-        precision: ``"fp32"``, ``"bf16"`` (fp32 master weights and sums) or a :class:`Precision`.
+        precision: ``"fp32"``, ``"bf16"`` or ``"fp16"`` (both with fp32 master weights and sums, fp16 with
+            dynamic loss scaling), or a :class:`Precision`.
+        offload: what lies on the CPU or in files between uses; ``None`` keeps all on the device.
         clip_norm: limit of the global gradient norm, ``None`` for no clipping.
         units: names of modules that are gathered and reduced together; default each block of the large
             ``ModuleList``s and ``Sequential``s.
@@ -56,13 +59,15 @@ def shard(
 
     Raises:
         ValueError: a setting is out of range, or the optimizer does not fit the model.
-        ZeroError: the model is sharded already, or the optimizer is not element-wise.
+        SwapError: there is no room for the files, or the folder cannot be used.
+        ZeroError: the model is sharded already, or the optimizer cannot be sharded.
 
     Source: ZeRO, arXiv:1910.02054.
     """
     options = check_options(
         stage=stage,
         precision=precision,
+        offload=offload,
         clip_norm=clip_norm,
         units=units,
         max_gathered_units=max_gathered_units,
@@ -71,8 +76,6 @@ def shard(
     )
     if ATTRIBUTE in model.__dict__:
         raise ZeroError(f"this {type(model).__name__} is sharded already; call ds_zero.close(model) first")
-    if optimizer is not None:
-        check_elementwise(optimizer)
     engine = Engine(model, optimizer, mesh=mesh or Mesh.world(), options=options)
     return model, engine.optimizer
 

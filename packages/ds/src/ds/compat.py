@@ -8,6 +8,7 @@ from torch import nn
 import ds_comm
 import ds_zero
 from ds.config import Batch, Config
+from ds.zero_options import precision_of
 
 
 class DeepSpeedNames:
@@ -61,12 +62,26 @@ class DeepSpeedNames:
         return self.parsed_config.bf16.enabled
 
     def fp16_enabled(self) -> bool:
-        """fp16 is not there yet."""
-        return False
+        """Whether parameters are fp16."""
+        return self.parsed_config.fp16.enabled
 
     def get_data_types(self) -> tuple[torch.dtype, torch.dtype]:
         """Dtype of parameters and of accumulated gradients."""
-        return (torch.bfloat16 if self.bfloat16_enabled() else torch.float32), torch.float32
+        precision = precision_of(self.parsed_config)
+        return precision.param_dtype, precision.accumulate_dtype
+
+    @property
+    def loss_scale(self) -> float:
+        """What the loss is multiplied by now; 1 without loss scaling."""
+        return self.optimizer.loss_scale if self.optimizer is not None else 1.0
+
+    def dynamic_loss_scale(self) -> bool:
+        """Whether the loss scale moves."""
+        return self.fp16_enabled() and self.parsed_config.fp16.loss_scale == 0
+
+    def initial_dynamic_scale(self) -> float:
+        """Where the dynamic loss scale starts."""
+        return 2.0**self.parsed_config.fp16.initial_scale_power
 
     def gradient_clipping(self) -> float:
         """Limit of the global gradient norm, 0 for none."""

@@ -28,6 +28,7 @@ def _whole(value: Any) -> Any:
 
 
 Count = Annotated[int, BeforeValidator(_whole), Field(ge=1)]
+Power = Annotated[int, BeforeValidator(_whole), Field(ge=0, le=32)]
 
 
 class Section(BaseModel):
@@ -58,6 +59,20 @@ class SchedulerConfig(Section):
     params: dict[str, Any] = Field(default_factory=dict, description="the class's arguments")
 
 
+class Fp16Config(Section):
+    """``fp16``: fp16 parameters with fp32 master weights and loss scaling."""
+
+    enabled: bool = Field(default=False, description="fp16 parameters, fp32 master weights, loss scaling")
+    loss_scale: float = Field(default=0, ge=0, description="a fixed scale; 0 for a dynamic one")
+    initial_scale_power: Power = Field(default=16, description="the dynamic scale starts at 2 to this power")
+    loss_scale_window: Count = Field(default=1000, description="steps without overflow before it is doubled")
+    hysteresis: Count = Field(default=2, description="overflows before it is halved")
+    consecutive_hysteresis: bool = Field(
+        default=False, description="a step without overflow gives the whole hysteresis back"
+    )
+    min_loss_scale: float = Field(default=1, gt=0, description="an overflow at this scale is an error")
+
+
 class Bf16Config(Section):
     """``bf16``: bf16 parameters with fp32 master weights."""
 
@@ -65,6 +80,44 @@ class Bf16Config(Section):
     check_grad_overflow: bool = Field(
         default=True, description="skip a step whose gradient is not finite; false raises an error instead"
     )
+    bf16_optimizer_states: bool = Field(
+        default=False, description="keep moments in bf16, rounded stochastically"
+    )
+
+
+class AutocastConfig(Section):
+    """``torch_autocast``: fp32 parameters, forward under torch.autocast."""
+
+    enabled: bool = Field(default=False, description="run forward under torch.autocast")
+    dtype: str = Field(default="bfloat16", description="bfloat16, or float16 with dynamic loss scaling")
+
+
+class DataTypesConfig(Section):
+    """``data_types``: dtypes beside the parameters'."""
+
+    grad_accum_dtype: Literal["fp32", "bf16", "fp16"] | None = Field(
+        default=None, description="dtype in which reduced gradients are added up, fp32 when absent"
+    )
+    keep_in_fp32_modules: list[str] | None = Field(
+        default=None,
+        description="modules (patterns of a whole name or its last part) whose parameters stay fp32; "
+        "those that a Hugging Face model lists itself are added",
+    )
+
+
+class OffloadOptimizerConfig(Section):
+    """``zero_optimization.offload_optimizer``: where master weights, moments and sharded gradients lie."""
+
+    device: Literal["none", "cpu", "nvme"] = Field(default="none", description="none, cpu, or nvme for files")
+    nvme_path: str | None = Field(default=None, description="folder for the files, on a local disk")
+    ratio: float = Field(default=1.0, gt=0, le=1, description="share of the elements that leave the device")
+
+
+class OffloadParamConfig(Section):
+    """``zero_optimization.offload_param``: where parameter slices lie at stage 3."""
+
+    device: Literal["none", "cpu", "nvme"] = Field(default="none", description="none, cpu, or nvme for files")
+    nvme_path: str | None = Field(default=None, description="folder for the files, on a local disk")
 
 
 class ZeroConfig(Section):
@@ -78,6 +131,14 @@ class ZeroConfig(Section):
         description="at stages 0 to 2, neighbouring units below this many elements are reduced together; "
         "more than 4,194,304 counts as that",
     )
+    offload_optimizer: OffloadOptimizerConfig = Field(
+        default=OffloadOptimizerConfig(), description="where optimizer states lie"
+    )
+    offload_param: OffloadParamConfig = Field(
+        default=OffloadParamConfig(), description="where parameter slices lie, stage 3"
+    )
+    cpu_offload: bool = Field(default=False, description="older form of offload_optimizer.device cpu")
+    cpu_offload_param: bool = Field(default=False, description="older form of offload_param.device cpu")
     stage3_gather_16bit_weights_on_model_save: bool = Field(
         default=False, description="let frameworks collect whole weights at stage 3 when they save"
     )
@@ -101,10 +162,10 @@ class Config(Section):
     gradient_clipping: float = Field(
         default=DEEPSPEED_CLIPPING, ge=0, description="limit of the global gradient norm; 0 for none"
     )
-    communication_data_type: Literal["fp32", "bf16"] | None = Field(
+    communication_data_type: Literal["fp32", "bf16", "fp16"] | None = Field(
         default=None,
-        description="dtype that sums of gradients over ranks are rounded to, fp32 when absent; bf16 needs "
-        "bf16.enabled; on the wire gradients have the parameters' dtype",
+        description="dtype that sums of gradients over ranks are rounded to, fp32 when absent; on the wire "
+        "gradients have the parameters' dtype, or this one when parameters are fp32",
     )
     steps_per_print: float | None = Field(
         default=None, gt=0, description="steps between two lines in the log; infinite or absent for none"
@@ -114,8 +175,15 @@ class Config(Section):
     )
     optimizer: OptimizerConfig | None = Field(default=None, description="the optimizer; absent for inference")
     scheduler: SchedulerConfig | None = Field(default=None, description="the learning-rate schedule")
+    fp16: Fp16Config = Field(default=Fp16Config(), description="mixed precision with loss scaling")
     bf16: Bf16Config = Field(
         default=Bf16Config(), description="mixed precision; also under the name bfloat16"
+    )
+    torch_autocast: AutocastConfig = Field(
+        default=AutocastConfig(), description="mixed precision by torch.autocast"
+    )
+    data_types: DataTypesConfig = Field(
+        default=DataTypesConfig(), description="dtypes of gradients and modules"
     )
     zero_optimization: ZeroConfig = Field(default=ZeroConfig(), description="what is sharded over the ranks")
 

@@ -42,13 +42,14 @@ ACCEPTED: dict[str, str] = {
     "vocabulary_size": "only the autotuner reads it",
     "zero_allow_untested_optimizer": "every element-wise optimizer is allowed",
     "zero_force_ds_cpu_optimizer": "torch's own optimizers are used",
+    "fp16.auto_cast": "floating inputs are always cast to the parameters' dtype",
     "bf16.immediate_grad_update": "gradients are reduced as soon as they are ready",
     "optimizer.legacy_fusion": "torch's fused optimizers are used where there are any",
     "zero_optimization.allgather_bucket_size": "gathers go by unit",
     "zero_optimization.allgather_partitions": "gathers follow the stage",
     "zero_optimization.compute_grad_norm": "the norm is always computed; it finds NaN",
     "zero_optimization.contiguous_gradients": "gradients always lie in one flat buffer",
-    "zero_optimization.cpu_offload_use_pin_memory": "only offload reads it",
+    "zero_optimization.cpu_offload_use_pin_memory": "memory is pinned where that is of use",
     "zero_optimization.elastic_checkpoint": "there are no checkpoints yet",
     "zero_optimization.enable_sanity_checks": "the calls of ranks are always compared",
     "zero_optimization.ignore_unused_parameters": "unused parameters are handled",
@@ -79,7 +80,17 @@ for _section, _keys, _reason in (
     (
         "aio",
         "block_size queue_depth intra_op_parallelism single_submit overlap_events use_gds",
-        "only offload to disk reads it",
+        "files are read and written in blocks of 8 MiB by a pool of threads",
+    ),
+    (
+        "zero_optimization.offload_optimizer",
+        "buffer_count pin_memory pipeline_read pipeline_write fast_init cpuadam_cores_perc",
+        "buffers are as many as the pipeline needs, pinned where that is of use, and always overlap",
+    ),
+    (
+        "zero_optimization.offload_param",
+        "buffer_count buffer_size max_in_cpu pin_memory",
+        "buffers are as many as the pipeline needs, and pinned where that is of use",
     ),
     (
         "pipeline",
@@ -104,13 +115,6 @@ def _switched(names: str) -> dict[str, Any]:
     return {"enabled": False} | dict.fromkeys(names.split(), OPEN)
 
 
-OFFLOAD_PARAM = _off("nvme_path buffer_count buffer_size max_in_cpu pin_memory", OPEN, device="none")
-OFFLOAD_OPTIMIZER = _off(
-    "nvme_path buffer_count pin_memory pipeline_read pipeline_write fast_init ratio super_offload "
-    "cpuadam_cores_perc",
-    OPEN,
-    device="none",
-)
 MONITOR = _switched("output_path job_name")
 EXPERT_PARALLEL = _switched(
     "autoep_size expert_tensor_parallel_size validate_folding_routing preset_model moe_layer_pattern "
@@ -140,10 +144,6 @@ AUTOTUNING = _switched(
 ELASTICITY = _switched(
     "max_train_batch_size micro_batch_sizes min_gpus max_gpus num_gpus_per_node model_parallel_size min_time "
     "prefer_larger_batch ignore_non_elastic_batch_info version"
-)
-FP16 = _switched(
-    "auto_cast loss_scale initial_scale_power loss_scale_window hysteresis consecutive_hysteresis "
-    "min_loss_scale fp16_master_weights_and_grads"
 )
 FLOPS_PROFILER = _switched("recompute_fwd_factor profile_step module_depth top_modules detailed output_file")
 HYBRID_ENGINE = _switched(
@@ -179,7 +179,6 @@ REFUSED: dict[str, Refused] = {
     "amp": Refused(OPEN, 'use {"bf16": {"enabled": true}}'),
     "autotuning": Refused(AUTOTUNING, "choose the batch sizes yourself"),
     "bf16.bf16_master_weights_and_grads": Refused(False, "master weights are fp32"),
-    "bf16.bf16_optimizer_states": Refused(False, "optimizer states are fp32"),
     "checkpoint.load_universal": Refused(False, "checkpoints arrive with ds-ckpt"),
     "checkpoint.parallel_write": Refused({"pipeline_stage": False}, "checkpoints arrive with ds-ckpt"),
     "checkpoint.writer": Refused(None, "checkpoints arrive with ds-ckpt"),
@@ -194,22 +193,15 @@ REFUSED: dict[str, Refused] = {
     "curriculum_learning": Refused(OPEN, "order the data in the data set"),
     "data_efficiency": Refused(OPEN, "order the data in the data set"),
     "data_parallel_size": Refused((None, 1), "ds shards over all ranks"),
-    "data_types": Refused(
-        {
-            "grad_accum_dtype": (None, "fp32"),
-            "param_dtype": None,
-            "buffer_dtype": None,
-            "keep_in_fp32_modules": (None, []),
-        },
-        "gradients accumulate in fp32 and buffers keep their dtype; bf16 sets the parameters'",
-    ),
+    "data_types.param_dtype": Refused(None, "bf16 and fp16 set it"),
+    "data_types.buffer_dtype": Refused(None, "buffers keep their dtype"),
     "datastates_ckpt": Refused(OPEN, "checkpoints arrive with ds-ckpt", by_presence=True),
     "disable_python_gc": Refused(False, "call gc.disable() yourself"),
     "eigenvalue": Refused(OPEN, "DeepSpeed removed it too"),
     "elasticity": Refused(ELASTICITY, "write the batch sizes for the number of ranks"),
     "expert_parallel": Refused(EXPERT_PARALLEL, "expert parallelism arrives with ds-parallel"),
     "flops_profiler": Refused(FLOPS_PROFILER, "profiles arrive with ds-profile"),
-    "fp16": Refused(FP16, 'use {"bf16": {"enabled": true}}'),
+    "fp16.fp16_master_weights_and_grads": Refused(False, "master weights are fp32"),
     "gradient_allreduce_op": Refused("mean", "multiply the loss by the number of ranks for a sum"),
     "graph_harvesting": Refused(False, "DeepSpeed removed it too"),
     "hybrid_engine": Refused(HYBRID_ENGINE, "generation in training arrives with ds-rlhf"),
@@ -221,19 +213,14 @@ REFUSED: dict[str, Refused] = {
     "sparse_gradients": Refused(False, "use torch.nn.Embedding(sparse=False)"),
     "tensor_parallel": Refused(TENSOR_PARALLEL, "tensor parallelism arrives with ds-parallel"),
     "tensorboard": Refused(MONITOR, "log from the training loop"),
-    "torch_autocast": Refused(
-        _switched("dtype lower_precision_safe_modules"),
-        'use {"bf16": {"enabled": true}}',
+    "torch_autocast.lower_precision_safe_modules": Refused(
+        (None, OPEN), "torch.autocast decides by operation; leave it out"
     ),
     "wall_clock_breakdown": Refused(False, "profiles arrive with ds-profile; torch.profiler works"),
     "wandb": Refused(
         {"enabled": False, "group": None, "team": None, "project": OPEN}, "log from the training loop"
     ),
     "weight_quantization": Refused(OPEN, "quantization arrives with ds-compress", by_presence=True),
-    "zero_optimization.cpu_offload": Refused(
-        False, "offload of the optimizer is not there; use stage 2 or 3"
-    ),
-    "zero_optimization.cpu_offload_param": Refused(False, "offload of parameters is not there; use stage 3"),
     "zero_optimization.leaf_module": Refused(
         {"classes": [], "names": [], "name_suffixes": []},
         "units are the blocks of the model; ds_zero.shard(units=...) takes others by name",
@@ -242,10 +229,9 @@ REFUSED: dict[str, Refused] = {
         False, "parameters are sharded over all ranks"
     ),
     "zero_optimization.mics_shard_size": Refused(-1, "parameters are sharded over all ranks"),
-    "zero_optimization.offload_optimizer": Refused(
-        OFFLOAD_OPTIMIZER, 'write {"device": "none"}, and use stage 2 or 3'
+    "zero_optimization.offload_optimizer.super_offload": Refused(
+        False, "offload always overlaps where it can"
     ),
-    "zero_optimization.offload_param": Refused(OFFLOAD_PARAM, 'write {"device": "none"}, and use stage 3'),
     "zero_optimization.zenflow": Refused(OPEN, "it goes with offload", by_presence=True),
     "zero_optimization.zero_hpz_partition_size": Refused(1, "parameters are sharded over all ranks"),
     "zero_optimization.zero_quantized_gradients": Refused(False, "gradients travel in the parameters' dtype"),
@@ -256,7 +242,7 @@ REFUSED: dict[str, Refused] = {
 
 # Names of optimizers that DeepSpeed has and ds does not have yet.
 OPTIMIZERS_NOT_YET = (
-    "lamb", "lion", "muon", "onebitadam", "zerooneadam", "onebitlamb", "muadam", "muadamw", "musgd",
+    "onebitadam", "zerooneadam", "onebitlamb", "muadam", "muadamw", "musgd",
 )  # fmt: skip
 
 

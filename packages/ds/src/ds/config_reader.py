@@ -12,6 +12,7 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 from ds.config import Batch, Config, ConfigError, solve_batch
+from ds.config_checks import check_combinations
 from ds.config_keys import ACCEPTED, REFUSED, requests, unknown_inside
 from ds.rank_log import log_once
 
@@ -40,7 +41,7 @@ def read_config(source: Source, *, data_parallel_size: int | None = None) -> Con
     mistakes: list[str] = []
     config = _parse(_Walk(mistakes).kept(raw), mistakes)
     mistakes += _mistakes_of(lambda: _check_names(config))
-    mistakes += _check_precision(config)
+    mistakes += check_combinations(config)
     if data_parallel_size is not None and (not mistakes or any(key in raw for key in BATCH_KEYS)):
         size = data_parallel_size
         mistakes += _mistakes_of(lambda: solve_batch(config, size))
@@ -215,14 +216,6 @@ def _check_names(config: Config) -> None:
         mistakes += check_scheduler(config.scheduler)
     if mistakes:
         raise ConfigError(*mistakes)
-
-
-def _check_precision(config: Config) -> Iterator[str]:
-    if config.communication_data_type == "bf16" and not config.bf16.enabled:
-        yield (
-            "communication_data_type: bf16 is not yet supported by ds 0.1 with fp32 parameters; "
-            'leave it out, or use {"bf16": {"enabled": true}}'
-        )
 
 
 def _mistakes_of(check: Callable[[], Batch | None]) -> list[str]:

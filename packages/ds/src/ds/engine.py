@@ -15,6 +15,7 @@ import ds_zero
 from ds.compat import DeepSpeedNames
 from ds.config import Batch, Config
 from ds.rank_log import log_once
+from ds.zero_options import offload_of, precision_of
 
 logger = logging.getLogger(__name__)
 
@@ -63,10 +64,8 @@ class Engine(DeepSpeedNames, nn.Module):
             module,
             optimizer,
             stage=config.zero_optimization.stage,
-            precision=ds_zero.Precision(
-                param="bf16" if config.bf16.enabled else "fp32",
-                reduce=config.communication_data_type or "fp32",
-            ),
+            precision=precision_of(config),
+            offload=offload_of(config),
             clip_norm=config.gradient_clipping or None,
             bucket_numel=min(config.zero_optimization.reduce_bucket_size, ds_zero.BUCKET_NUMEL),
             on_nonfinite="skip" if config.bf16.enabled and config.bf16.check_grad_overflow else "raise",
@@ -96,9 +95,8 @@ class Engine(DeepSpeedNames, nn.Module):
 
         Collective: every rank.
         """
-        self._trained("backward")
         scaled = self.scale(loss) if scale_wrt_gas else loss
-        scaled.backward(retain_graph=retain_graph)
+        self._trained("backward").scale(scaled).backward(retain_graph=retain_graph)
         return loss
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:

@@ -20,6 +20,7 @@ from ds.loader import ShardedLoader
 from ds.optimizers import build_optimizer
 from ds.rank_log import log_once
 from ds.schedules import build_scheduler
+from ds_zero.optimizers import mark_hidden_matrices
 
 logger = logging.getLogger(__name__)
 
@@ -121,6 +122,10 @@ def _optimizer(
         return given(chosen)
     if config.optimizer is None or not chosen:
         return None
+    if config.optimizer.type.lower() == "muon" and not any(
+        hasattr(p, "use_muon") for p in model.parameters()
+    ):
+        mark_hidden_matrices(model)
     return build_optimizer(config.optimizer, chosen)
 
 

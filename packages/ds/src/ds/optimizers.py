@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+import ds_zero.optimizers
 from ds.config import ConfigError, OptimizerConfig
 from ds.config_keys import OPTIMIZERS_NOT_YET
 from ds.rank_log import log_once
@@ -17,20 +18,22 @@ logger = logging.getLogger(__name__)
 ADAM = ("adam", "adamw")
 # DeepSpeed's own arguments of Adam that choose an implementation; torch's classes do not have them.
 IMPLEMENTATION = ("torch_adam", "set_grad_none", "fp32_optimizer_states", "bias_correction", "adam_w_mode")
-CLASSES = {
+CLASSES: dict[str, type[torch.optim.Optimizer]] = {
     name.lower(): kind
     for name, kind in vars(torch.optim).items()
     if isinstance(kind, type)
     and issubclass(kind, torch.optim.Optimizer)
     and kind is not torch.optim.Optimizer
-}
+} | {name.lower(): getattr(ds_zero.optimizers, name) for name in ("Lamb", "Lion", "Muon")}
+# DeepSpeed's arguments of Muon under the names of the class.
+MUON_NAMES = {"muon_lr": "lr"}
 
 
 def check_optimizer(config: OptimizerConfig) -> Iterator[str]:
     """What is wrong with a name and its arguments, one line each; values are checked when it is built."""
     lowered = config.type.lower()
     if lowered in OPTIMIZERS_NOT_YET:
-        yield f"optimizer.type: {config.type} is not yet supported by ds 0.1; use AdamW, Adam, SGD or Adagrad"
+        yield f"optimizer.type: {config.type} is not yet supported by ds 0.1; use AdamW, Lion, Lamb or Muon"
         return
     if lowered not in CLASSES:
         close = difflib.get_close_matches(lowered, CLASSES, n=1)
@@ -41,9 +44,10 @@ def check_optimizer(config: OptimizerConfig) -> Iterator[str]:
         )
         yield f"optimizer.type: {config.type} is not known; {hint}"
         return
-    if config.params.get("bias_correction", True) is not True:
+    if lowered in ADAM and config.params.get("bias_correction", True) is not True:
         yield "optimizer.params.bias_correction: false is not yet supported by ds 0.1; leave it out"
     known = [*_arguments_of(CLASSES[lowered]), *(IMPLEMENTATION if lowered in ADAM else ())]
+    known += MUON_NAMES if lowered == "muon" else ()
     for key in config.params:
         if key == "max_grad_norm":
             yield "optimizer.params.max_grad_norm: not an optimizer's; set gradient_clipping at the top level"
@@ -73,6 +77,10 @@ def build_optimizer(config: OptimizerConfig, parameters: Iterable[Any]) -> torch
         raise ConfigError(*mistakes)
     arguments = {key: value for key, value in config.params.items() if key not in IMPLEMENTATION}
     kind = CLASSES[config.type.lower()]
+    for name, own in MUON_NAMES.items() if kind is ds_zero.optimizers.Muon else ():
+        if name in arguments:
+            arguments.setdefault("adam_lr", arguments.get("lr"))
+            arguments[own] = arguments.pop(name)
     if config.type.lower() in ADAM:
         kind = _adam(config, arguments)
     if "betas" in arguments:

@@ -1,0 +1,248 @@
+"""Precision, offload and optimizers: every option gives the same bits at every stage, and the right ones."""
+
+import pytest
+import torch
+
+import ds_zero
+from ds_comm.testing import run_ranks
+from ds_zero import LossScale, Offload, Precision
+from ds_zero.optimizers import Lamb, Lion, Muon, mark_hidden_matrices
+from ds_zero.testing import OddModel, odd_batches, odd_optimizer
+
+STEPS = 3
+FP16 = Precision(param="fp16", loss_scale=LossScale(initial=1024.0))
+
+
+def _trained(model):
+    return [parameter for parameter in model.parameters() if parameter.requires_grad and parameter.numel()]
+
+
+def muon(model):
+    mark_hidden_matrices(model)
+    return Muon(_trained(model), lr=1e-2, weight_decay=0.1)
+
+
+OPTIMIZERS = {
+    "adamw": odd_optimizer,
+    "adagrad": lambda model: torch.optim.Adagrad(_trained(model), initial_accumulator_value=0.1),
+    "lion": lambda model: Lion(_trained(model), lr=1e-3, weight_decay=0.1),
+    "lamb": lambda model: Lamb(_trained(model), lr=1e-2, weight_decay=0.1),
+    "muon": muon,
+    "adafactor": lambda model: torch.optim.Adafactor(_trained(model), lr=1e-2),
+}
+
+
+def train(rank, world_size, *, optimizer="adamw", accumulation=1, folder=None, offload=None, **settings):
+    torch.manual_seed(0)
+    model = OddModel()
+    if offload is not None:
+        settings["offload"] = Offload(path=str(folder) if folder else None, **offload)
+    model, sharded = ds_zero.shard(model, OPTIMIZERS[optimizer](model), clip_norm=0.5, **settings)
+    norms = []
+    for step in range(STEPS):
+        sharded.zero_grad()
+        for batch in odd_batches(accumulation, seed=step):
+            (model(batch.chunk(world_size)[rank]) / accumulation).backward()
+        sharded.step()
+        norms.append(sharded.grad_norm)
+    state = ds_zero.full_state_dict(model)
+    ds_zero.close(model)
+    return {name: value.float() for name, value in state.items()}, norms
+
+
+def train_plain(optimizer="adamw", accumulation=1):
+    torch.manual_seed(0)
+    model = OddModel()
+    stepped = OPTIMIZERS[optimizer](model)
+    for step in range(STEPS):
+        stepped.zero_grad()
+        for batch in odd_batches(accumulation, seed=step):
+            (model(batch) / accumulation).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        stepped.step()
+    return model.state_dict()
+
+
+def outcomes(**settings):
+    """Rank 0's weights and norms; all ranks agree."""
+    found = run_ranks(run_one, 2, settings)
+    for state, norms in found[1:]:
+        assert norms == found[0][1]
+        assert_equal(state, found[0][0])
+    return found[0]
+
+
+def run_one(settings):
+    import ds_comm
+
+    world = ds_comm.init()
+    return train(world.rank, world.world_size, **settings)
+
+
+def assert_equal(state, other):
+    assert state.keys() == other.keys()
+    for name, value in state.items():
+        assert torch.equal(value, other[name]), f"{name} differs by {(value - other[name]).abs().max()}"
+
+
+def assert_close(state, other, *, tolerance):
+    for name, value in state.items():
+        worst = float((value - other[name].float()).abs().max()) if value.numel() else 0.0
+        assert worst <= tolerance, f"{name} is off by {worst}"
+
+
+PRECISIONS = {
+    "fp16": FP16,
+    "fp32 norms": Precision(param="bf16", keep_fp32=("norm",)),
+    "bf16 gradients": Precision(grad="bf16"),
+    "bf16 sums": Precision(param="bf16", reduce="bf16", accumulate="bf16"),
+    "bf16 moments": Precision(state="bf16"),
+    "autocast": Precision(autocast="bf16"),
+}
+
+
+@pytest.mark.parametrize("name", PRECISIONS)
+def test_a_precision_gives_the_same_bits_at_every_stage(name):
+    runs = [outcomes(stage=stage, precision=PRECISIONS[name], accumulation=2) for stage in (0, 1, 2, 3)]
+    for state, norms in runs[1:]:
+        assert norms == runs[0][1]
+        assert_equal(state, runs[0][0])
+    # Three steps of at most 1e-2 each; what is rounded to 8 bits may turn an element's step around.
+    assert_close(runs[0][0], train_plain(accumulation=2), tolerance=7e-2)
+
+
+@pytest.mark.parametrize("optimizer", [name for name in OPTIMIZERS if name != "adamw"])
+def test_an_optimizer_gives_the_same_bits_at_every_stage_and_the_same_as_alone(optimizer):
+    runs = [outcomes(stage=stage, optimizer=optimizer) for stage in (0, 1, 2, 3)]
+    for state, norms in runs[1:]:
+        assert norms == runs[0][1]
+        assert_equal(state, runs[0][0])
+    # Lion steps by the sign and Muon in bf16, so a rounding of the gradient's sum can show whole.
+    tolerance = 6e-3 if optimizer in ("lion", "muon") else 1e-5
+    assert_close(runs[0][0], train_plain(optimizer), tolerance=tolerance)
+
+
+OFFLOADS = {
+    "cpu optimizer": {"optimizer": "cpu"},
+    "half of it": {"optimizer": "cpu", "ratio": 0.5},
+    "cpu gradients": {"gradients": "cpu"},
+    "all on the cpu": {"optimizer": "cpu", "gradients": "cpu", "parameters": "cpu"},
+    "cpu parameters": {"parameters": "cpu"},
+    "optimizer in files": {"optimizer": "file"},
+    "all in files": {"optimizer": "file", "gradients": "file", "parameters": "file"},
+}
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("name", OFFLOADS)
+def test_offload_changes_nothing(name, precision, tmp_path):
+    offload = OFFLOADS[name]
+    plain = outcomes(stage=3, precision=precision, accumulation=2)
+    least = 3 if "parameters" in offload else 2 if "gradients" in offload else 0
+    for stage in range(least, 4):
+        state, norms = outcomes(
+            stage=stage, precision=precision, accumulation=2, offload=offload, folder=tmp_path
+        )
+        assert norms == plain[1]
+        assert_equal(state, plain[0])
+    assert not list(tmp_path.iterdir())
+
+
+def test_offload_goes_with_adagrad_and_with_narrow_moments(tmp_path):
+    precision = Precision(state="bf16")
+    plain = outcomes(stage=2, precision=precision)
+    moved = outcomes(stage=2, precision=precision, offload={"optimizer": "cpu"})
+    assert_equal(moved[0], plain[0])
+    plain = outcomes(stage=1, optimizer="adagrad")
+    moved = outcomes(stage=1, optimizer="adagrad", offload={"optimizer": "cpu"})
+    assert_equal(moved[0], plain[0])
+
+
+def overflow(rank_of_nan, settings):
+    import ds_comm
+
+    world = ds_comm.init()
+    torch.manual_seed(0)
+    model = OddModel()
+    model, optimizer = ds_zero.shard(model, odd_optimizer(model), **settings)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)
+    seen = []
+    for step in range(4):
+        optimizer.zero_grad()
+        loss = model(odd_batches(1, seed=step)[0].chunk(world.world_size)[world.rank])
+        if step == 2 and world.rank == rank_of_nan:
+            loss = loss * float("nan")
+        loss.backward()
+        before = ds_zero.full_state_dict(model)
+        optimizer.step()
+        after = ds_zero.full_state_dict(model)
+        if not optimizer.step_skipped:
+            schedule.step()
+        seen.append((optimizer.step_skipped, optimizer.loss_scale, optimizer.num_steps))
+        moved = any(not torch.equal(before[name], after[name]) for name in before)
+        assert moved != optimizer.step_skipped
+    return seen, schedule.last_epoch
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_nan_on_one_rank_makes_every_rank_skip_the_same_step(stage):
+    scale = LossScale(initial=64.0, hysteresis=1)
+    settings = {"stage": stage, "precision": Precision(param="fp16", loss_scale=scale)}
+    for seen, epoch in run_ranks(overflow, 2, 1, settings):
+        assert [skipped for skipped, *_ in seen] == [False, False, True, False]
+        assert [scale for _, scale, _ in seen] == [64, 64, 32, 32]
+        assert [count for *_, count in seen] == [1, 2, 2, 3]
+        assert epoch == 3
+
+
+def whole_tensors(settings):
+    import ds_comm
+
+    world = ds_comm.init()
+    torch.manual_seed(0)
+    model = OddModel()
+    names = [
+        name for name, parameter in model.named_parameters() if parameter.requires_grad and parameter.numel()
+    ]
+    model, optimizer = ds_zero.shard(model, odd_optimizer(model), **settings)
+    model(odd_batches(1)[0].chunk(world.world_size)[world.rank]).backward()
+    gradients = {name: ds_zero.read_whole(model, name, "gradient") for name in names}
+    square = sum(float(gradient.double().square().sum()) for gradient in gradients.values())
+    ds_zero.write_whole(model, "blocks.0.up.bias", torch.zeros(99), "gradient")
+    assert not ds_zero.read_whole(model, "blocks.0.up.bias", "gradient").any()
+    optimizer.step()
+    moments = {name: ds_zero.read_whole(model, name, "exp_avg") for name in names if "unused" not in name}
+    weights = {name: ds_zero.read_whole(model, name) for name in names}
+    ds_zero.write_whole(model, "blocks.1.down.weight", torch.full((33, 99), 0.25))
+    ds_zero.write_whole(model, "norm.bias", torch.full((33,), 3.0), "exp_avg")
+    assert torch.equal(ds_zero.read_whole(model, "norm.bias", "exp_avg"), torch.full((33,), 3.0))
+    state = ds_zero.full_state_dict(model)
+    assert torch.equal(state["blocks.1.down.weight"].float(), torch.full((33, 99), 0.25))
+    return square**0.5, gradients, moments, weights
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"stage": 0},
+        {"stage": 1},
+        {"stage": 3},
+        {"stage": 2, "precision": FP16},
+        {"stage": 3, "offload": Offload(optimizer="cpu", gradients="cpu", parameters="cpu")},
+    ],
+)
+def test_whole_tensors_can_be_read_and_set_however_they_are_sharded(settings):
+    first, second = run_ranks(whole_tensors, 2, settings)
+    _, gradients, moments, _ = first
+    torch.manual_seed(0)
+    model = OddModel()
+    model(odd_batches(1)[0]).backward()
+    narrow = "precision" in settings
+    for name, parameter in model.named_parameters():
+        if parameter.grad is not None:
+            tolerance = 5e-3 if narrow else 1e-6
+            torch.testing.assert_close(gradients[name], parameter.grad, atol=tolerance, rtol=tolerance)
+    for mine, theirs in zip(first[1:], second[1:], strict=True):
+        for name, value in mine.items():
+            assert torch.equal(value, theirs[name])
+    assert not moments["blocks.0.up.bias"].any()
