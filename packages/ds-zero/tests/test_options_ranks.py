@@ -1,10 +1,12 @@
 """Precision, offload and optimizers: every option gives the same bits at every stage, and the right ones."""
 
+import os
+
 import pytest
 import torch
 
 import ds_zero
-from ds_comm.testing import run_ranks
+from ds_comm.testing import RankFailedError, run_ranks
 from ds_zero import LossScale, Offload, Precision
 from ds_zero.optimizers import Lamb, Lion, Muon, mark_hidden_matrices
 from ds_zero.testing import OddModel, odd_batches, odd_optimizer
@@ -246,3 +248,30 @@ def test_whole_tensors_can_be_read_and_set_however_they_are_sharded(settings):
         for name, value in mine.items():
             assert torch.equal(value, theirs[name])
     assert not moments["blocks.0.up.bias"].any()
+
+
+def cut_short(folder):
+    import ds_comm
+
+    world = ds_comm.init()
+    torch.manual_seed(0)
+    model = OddModel()
+    offload = Offload(optimizer="file", path=str(folder))
+    model, optimizer = ds_zero.shard(model, odd_optimizer(model), stage=3, offload=offload)
+    for step in range(2):
+        optimizer.zero_grad()
+        model(odd_batches(1, seed=step)[0].chunk(world.world_size)[world.rank]).backward()
+        if step == 1 and world.rank == 1:
+            for path in folder.glob("ds-zero-swap-*-1-*/*states*"):
+                os.truncate(path, 4096)
+        optimizer.step()
+
+
+def test_a_truncated_swap_file_is_an_error_on_all_ranks_with_the_path(tmp_path):
+    with pytest.raises(RankFailedError) as failure:
+        run_ranks(cut_short, 2, tmp_path)
+    assert set(failure.value.errors) == {0, 1}
+    for text in failure.value.errors.values():
+        assert "is cut short" in text
+        assert str(tmp_path) in text
+    assert not list(tmp_path.iterdir())

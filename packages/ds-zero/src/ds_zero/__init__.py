@@ -3,7 +3,7 @@
 from ds_zero.accounting import held_bytes, peak_bytes, plan_bytes, shard_layout
 from ds_zero.config import LossScale, Offload, Precision
 from ds_zero.deferred import is_deferred, sharded_init
-from ds_zero.errors import InternalError, LossScaleError, NonFiniteGradientError, ZeroError
+from ds_zero.errors import InternalError, LossScaleError, NonFiniteGradientError, SwapError, ZeroError
 from ds_zero.optimizer import ShardedOptimizer
 from ds_zero.shard import BUCKET_NUMEL, close, full_state_dict, gathered, is_sharded, no_sync, shard
 from ds_zero.whole_tensors import read_whole, write_whole
@@ -17,6 +17,7 @@ __all__ = [
     "Offload",
     "Precision",
     "ShardedOptimizer",
+    "SwapError",
     "ZeroError",
     "close",
     "full_state_dict",

@@ -15,3 +15,7 @@ class InternalError(ZeroError):
 
 class LossScaleError(ZeroError):
     """A gradient overflows although the loss scale is as small as it may be."""
+
+
+class SwapError(ZeroError):
+    """A swap file could not be made, written or read; the message has its path and what to do."""

@@ -1,10 +1,7 @@
 """Where the states of flats lie between uses: makes places on the device, on the CPU and in files."""
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -14,9 +11,7 @@ from ds_zero.config import ZeroOptions
 from ds_zero.errors import InternalError
 from ds_zero.parameters import FlatParameters
 from ds_zero.states import FlatStates, Place, ResidentPlace, plan_components, plan_spans
-
-if TYPE_CHECKING:
-    from ds_zero.swap_store import SwapHandle, SwapStore
+from ds_zero.swap_store import SwapHandle, SwapStore
 
 CPU = torch.device("cpu")
 
@@ -143,8 +138,6 @@ class Homes:
         self._ledger = ledger
         self.store: SwapStore | None = None
         if self._offload.uses_files and self._offload.path is not None:
-            from ds_zero.swap_store import SwapStore
-
             self.store = SwapStore(self._offload.path, rank=comm.rank)
             self._staging = Staging(self.store, ledger)
 

@@ -9,7 +9,7 @@ import torch
 
 from ds_comm import Communicator
 from ds_zero.config import ZeroOptions
-from ds_zero.errors import NonFiniteGradientError, ZeroError
+from ds_zero.errors import NonFiniteGradientError, SwapError, ZeroError
 from ds_zero.gradient_norm import GradientNorm
 from ds_zero.gradients import FlatGradients
 from ds_zero.pieces import Owned
@@ -107,6 +107,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         Raises:
             ZeroError: a closure was given, or gradients of ``no_sync`` were never reduced.
             NonFiniteGradientError: the norm is not finite and ``on_nonfinite="raise"``.
+            LossScaleError: an overflow at the smallest loss scale.
+            SwapError: a swap file of any rank could not be read or written; the weights are then undefined.
         """
         if closure is not None:
             raise ZeroError(
@@ -120,10 +122,23 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if self.step_skipped:
             self._report_nonfinite()
             return
-        self._stepper.step(self._clip_factor() / scale, self._norm.untouched)
+        self._step_pieces(self._clip_factor() / scale)
         for gradient in self._gradients:
             gradient.flat.publish()
         self.num_steps += 1
+
+    def _step_pieces(self, factor: float) -> None:
+        failure: SwapError | None = None
+        try:
+            self._stepper.step(factor, self._norm.untouched)
+        except SwapError as error:
+            failure = error
+        if self._options.offload.optimizer == "file" and self.stage > 0:
+            texts = self._comm.all_gather_object(str(failure or ""), tag="swap files")
+            told = next((text for text in texts if text), "")
+            failure = failure or (SwapError(f"on another rank: {told}") if told else None)
+        if failure is not None:
+            raise failure
 
     def _clip_factor(self) -> float:
         limit = self._options.clip_norm
