@@ -51,7 +51,11 @@ def supported(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
 def shown(value: Any) -> str:
     """A default as JSON writes it."""
     names = {None: "absent", True: "true", False: "false"}
-    return names[value] if value is None or isinstance(value, bool) else f"{value:,}" if value else str(value)
+    if value is None or isinstance(value, bool):
+        return names[value]
+    if isinstance(value, str):
+        return f'"{value}"'
+    return f"{value:,}" if value else str(value)
 
 
 def inside(known: Any) -> str:

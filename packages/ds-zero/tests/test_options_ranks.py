@@ -9,6 +9,7 @@ import ds_zero
 from ds_comm.testing import RankFailedError, run_ranks
 from ds_zero import LossScale, Offload, Precision
 from ds_zero.optimizers import Lamb, Lion, Muon, mark_hidden_matrices
+from ds_zero.swap_folder import remove_stale
 from ds_zero.testing import OddModel, odd_batches, odd_optimizer
 
 STEPS = 3
@@ -274,4 +275,5 @@ def test_a_truncated_swap_file_is_an_error_on_all_ranks_with_the_path(tmp_path):
     for text in failure.value.errors.values():
         assert "is cut short" in text
         assert str(tmp_path) in text
+    assert len(remove_stale(tmp_path)) == 2  # processes of a failed job are not there to clean up
     assert not list(tmp_path.iterdir())
