@@ -277,3 +277,84 @@ def test_a_truncated_swap_file_is_an_error_on_all_ranks_with_the_path(tmp_path):
         assert str(tmp_path) in text
     assert len(remove_stale(tmp_path)) == 2  # processes of a failed job are not there to clean up
     assert not list(tmp_path.iterdir())
+
+
+def unfreeze(settings):
+    import ds_comm
+
+    world = ds_comm.init()
+    torch.manual_seed(0)
+    model = OddModel()
+    late = ["blocks.1.up.weight", "blocks.1.down.bias", "frozen", "norm.weight"]
+    named = dict(model.named_parameters())
+    for name in late:
+        named[name].requires_grad_(False)
+    model, optimizer = ds_zero.shard(model, odd_optimizer(model), **settings)
+    states = []
+    for step in range(4):
+        if step == 1:
+            for name in late:
+                named[name].requires_grad_(True)
+            optimizer.add_param_group(
+                {"params": [named[name] for name in late], "lr": 5e-3, "weight_decay": 0.0}
+            )
+            assert len(optimizer.param_groups) == 3
+        if step == 2:
+            named["blocks.0.up.weight"].requires_grad_(False)
+        if step == 3:
+            named["blocks.0.up.weight"].requires_grad_(True)
+        optimizer.zero_grad()
+        model(odd_batches(1, seed=step)[0].chunk(world.world_size)[world.rank]).backward()
+        optimizer.step()
+        states.append(ds_zero.full_state_dict(model))
+    ds_zero.close(model)
+    return states
+
+
+def unfreeze_alone():
+    torch.manual_seed(0)
+    model = OddModel()
+    late = ["blocks.1.up.weight", "blocks.1.down.bias", "frozen", "norm.weight"]
+    named = dict(model.named_parameters())
+    for name in late:
+        named[name].requires_grad_(False)
+    optimizer = odd_optimizer(model)
+    for step in range(4):
+        if step == 1:
+            for name in late:
+                named[name].requires_grad_(True)
+            optimizer.add_param_group(
+                {"params": [named[name] for name in late], "lr": 5e-3, "weight_decay": 0.0}
+            )
+        named["blocks.0.up.weight"].requires_grad_(step != 2)
+        optimizer.zero_grad()
+        model(odd_batches(1, seed=step)[0]).backward()
+        optimizer.step()
+    return model.state_dict()
+
+
+def test_parameters_can_be_frozen_and_unfrozen_in_mid_run():
+    alone = unfreeze_alone()
+    whole = Offload(optimizer="cpu", gradients="cpu", parameters="cpu")
+    runs = [run_ranks(unfreeze, 2, settings)[0] for settings in ({"stage": 0}, {"stage": 1}, {"stage": 3})]
+    runs.append(run_ranks(unfreeze, 2, {"stage": 3, "offload": whole})[0])
+    for states in runs:
+        assert torch.equal(states[1]["blocks.0.up.weight"], states[2]["blocks.0.up.weight"])
+        assert not torch.equal(states[2]["blocks.0.up.weight"], states[3]["blocks.0.up.weight"])
+        assert not torch.equal(states[0]["frozen"], states[1]["frozen"])
+        for state, first in zip(states, runs[0], strict=True):
+            assert_equal(state, first)
+        assert_close(states[-1], alone, tolerance=1e-5)
+
+
+def forget_the_group():
+    model = OddModel()
+    model, optimizer = ds_zero.shard(model, odd_optimizer(model), stage=3)
+    model.frozen.requires_grad_(True)
+    model(odd_batches(1)[0]).backward()
+    optimizer.step()
+
+
+def test_a_frozen_parameter_that_gets_a_gradient_is_named():
+    with pytest.raises(ds_zero.ZeroError, match="frozen was frozen when the model was sharded"):
+        forget_the_group()

@@ -24,7 +24,7 @@ from ds_zero.hooks import Backward, ModuleBracket, StateDictBracket
 from ds_zero.layout import plan_flat_layout
 from ds_zero.optimizer import ShardedOptimizer, whole_parameters
 from ds_zero.parameters import FlatParameters
-from ds_zero.pieces import own_pieces, replace_parameters
+from ds_zero.pieces import Owned, own_pieces, replace_parameters
 from ds_zero.reducer import Reducer
 from ds_zero.scaling import LossScaler, scale_outputs
 from ds_zero.states import moments_of
@@ -75,19 +75,21 @@ class Engine:
         self.optimizer = self._wrap(optimizer)
         object.__setattr__(model, ATTRIBUTE, self)
         for flat in self.flats:
-            for parameter in flat.parameters:
-                setattr(parameter, PARAMETER_ATTRIBUTE, weakref.ref(self))
+            self._mark(flat)
 
     # Building
 
     def _build_flats(self, sources: dict[int, torch.Tensor], optimizer: torch.optim.Optimizer | None) -> None:
         specs = plan_flats(self.model, self.plans, options=self.options, trains=optimizer is not None)
-        moments = moments_of(optimizer) if optimizer is not None and self.homes.needs_moments else ()
+        needs_moments = optimizer is not None and self.homes.needs_moments
+        self._moments = moments_of(optimizer) if optimizer is not None and needs_moments else ()
         named = dict(self.model.named_parameters())
         numels = [sum(named[name].numel() for name in spec.names) * spec.trainable for spec in specs]
         leaves = leaving(numels, self.options.offload.ratio)
         for spec, leaving_here in zip(specs, leaves, strict=True):
-            self.flats.append(self._build_flat(spec, named, sources, moments=moments, leaves=leaving_here))
+            self.flats.append(
+                self._build_flat(spec, named, sources, moments=self._moments, leaves=leaving_here)
+            )
         for plan in self.plans:
             mine = [flat for flat, spec in zip(self.flats, specs, strict=True) if spec.unit == plan.name]
             self.units[plan.name] = Unit(plan.label, mine)
@@ -177,7 +179,55 @@ class Engine:
             options=self.options,
             stepper=Stepper(optimizer, pieces, self.gradients, whole=whole, pool=self.pool),
             scaler=self.scaler,
+            extend=self._extend,
+            stray=self._stray_gradient,
         )
+
+    def _extend(self, parameters: Sequence[nn.Parameter]) -> tuple[Sequence[FlatGradients], Sequence[Owned]]:
+        from ds_zero.promotion import add_trainable  # builds on this module
+
+        if self.optimizer is not None and whole_parameters(self.optimizer.inner):
+            raise ZeroError("an optimizer that needs whole tensors takes its groups before shard()")
+        pieces = add_trainable(self, parameters)
+        return tuple(self.gradients), pieces
+
+    def stepped_names(self) -> set[str]:
+        """Names of the parameters that the optimizer steps on this rank, in parts or whole."""
+        return {piece.name for piece in self.optimizer.pieces} if self.optimizer is not None else set()
+
+    def _stray_gradient(self) -> str:
+        """Name of a frozen parameter that autograd gave a gradient, empty if there is none."""
+        trained = {id(parameter) for gradient in self.gradients for parameter in gradient.flat.parameters}
+        for name, parameter in self.model.named_parameters():
+            if id(parameter) not in trained and parameter.grad is not None:
+                return name
+        return ""
+
+    def remove_flat(self, unit: Unit, flat: FlatParameters) -> None:
+        """Forget a frozen flat whose parameters are plain again."""
+        unit.flats = tuple(other for other in unit.flats if other is not flat)
+        self.flats.remove(flat)
+        self.ledger.add("parameters", -flat.shard.nbytes)
+
+    def add_flat(self, unit: Unit, spec: FlatSpec, named: dict[str, nn.Parameter]) -> None:
+        """Build a flat of parameters that are plain now, and tie it in.
+
+        Collective: every rank, in the same order.
+        """
+        flat = self._build_flat(spec, named, {}, moments=self._moments, leaves=True)
+        unit.flats = (*unit.flats, flat)
+        self.flats.append(flat)
+        self._mark(flat)
+        if spec.trainable:
+            gradient = self._build_gradients(flat)
+            self.gradients.append(gradient)
+            self._of_unit[unit.label].append(gradient)
+            self.reducer.add(gradient)
+            self._install_gradient(gradient, unit)
+
+    def _mark(self, flat: FlatParameters) -> None:
+        for parameter in flat.parameters:
+            setattr(parameter, PARAMETER_ATTRIBUTE, weakref.ref(self))
 
     def _deal_whole(self, optimizer: torch.optim.Optimizer) -> WholeParameters:
         needed = whole_parameters(optimizer)
@@ -195,12 +245,8 @@ class Engine:
 
     def _install(self) -> None:
         for gradient in self.gradients:
-            for index, parameter in enumerate(gradient.flat.parameters):
-                unit = next(unit for unit in self.units.values() if gradient.flat in unit.flats)
-                hook = self._gradient_hook(gradient, index, unit)
-                self._handles.append(parameter.register_post_accumulate_grad_hook(hook))
-                if self.options.stage == 3:
-                    self._handles.append(parameter.register_hook(partial(self.backward.ensure, unit)))
+            unit = next(unit for unit in self.units.values() if gradient.flat in unit.flats)
+            self._install_gradient(gradient, unit)
         modules = dict(self.model.named_modules())
         if self.options.stage == 3:
             for plan in self.plans:
@@ -209,6 +255,13 @@ class Engine:
         self._install_dtypes(modules)
         self.model.zero_grad = self.zero_grad  # type: ignore[method-assign]
 
+    def _install_gradient(self, gradient: FlatGradients, unit: Unit) -> None:
+        for index, parameter in enumerate(gradient.flat.parameters):
+            hook = self._gradient_hook(gradient, index, unit)
+            self._handles.append(parameter.register_post_accumulate_grad_hook(hook))
+            if self.options.stage == 3:
+                self._handles.append(parameter.register_hook(partial(self.backward.ensure, unit)))
+
     def _install_state_dicts(self, modules: dict[str, nn.Module]) -> None:
         if self.options.stage == 3:
             for name, unit in self.units.items():
@@ -216,10 +269,8 @@ class Engine:
         elif any(flat.has_master or flat.keeps_master_elsewhere for flat in self.flats):
             # A bucket spans modules that are loaded one after the other: each one's values count at once.
             for module in modules.values():
-                held = {
-                    id(self.unit_of(p)): self.unit_of(p) for p in module._parameters.values() if p is not None
-                }
-                for unit in held.values():
+                own = [parameter for parameter in module._parameters.values() if parameter is not None]
+                for unit in dict.fromkeys(self.unit_of(parameter) for parameter in own):
                     if unit is not None:
                         self._handles += StateDictBracket(module, unit, self.gatherer).handles
 

@@ -12,7 +12,7 @@ from ds_zero.config import ZeroOptions
 from ds_zero.errors import NonFiniteGradientError, SwapError, ZeroError
 from ds_zero.gradient_norm import GradientNorm
 from ds_zero.gradients import FlatGradients
-from ds_zero.pieces import Owned
+from ds_zero.pieces import Owned, prefer_fused
 from ds_zero.reducer import Reducer
 from ds_zero.scaling import LossScaler
 from ds_zero.stepper import Stepper
@@ -51,6 +51,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         options: ZeroOptions,
         stepper: Stepper,
         scaler: LossScaler,
+        extend: Callable[[Sequence[torch.nn.Parameter]], tuple[Sequence[FlatGradients], Sequence[Owned]]],
+        stray: Callable[[], str],
     ) -> None:  # each one its own concern, composed here
         self.inner = inner
         self.stage = options.stage
@@ -62,10 +64,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._options = options
         self._comm = comm
         self._reducer = reducer
-        self._gradients = tuple(gradients)
+        self._gradients: Sequence[FlatGradients] = tuple(gradients)
         self._norm = GradientNorm(gradients, comm)
         self.pieces = tuple(pieces)
         self._stepper = stepper
+        self._extend = extend
+        self._stray = stray
         self._sealed = False
         super().__init__(inner.param_groups, inner.defaults)
         self.state = inner.state
@@ -89,10 +93,28 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return self.step_skipped
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Refused after construction: the layout of the flat buffers is fixed by then."""
-        if self._sealed:
-            raise ZeroError("a parameter group cannot be added after shard(); add it to the optimizer before")
-        super().add_param_group(param_group)
+        """Train more parameters of the model: frozen ones that now require a gradient, or ones left out.
+
+        Collective: every rank, same group, not during a backward.
+
+        Raises:
+            ValueError: a parameter is not of the model, or belongs to a group already.
+            ZeroError: a parameter does not require a gradient, or the optimizer needs whole tensors.
+        """
+        if not self._sealed:
+            super().add_param_group(param_group)
+            return
+        given = param_group["params"]
+        members: list[Any] = [given] if isinstance(given, torch.Tensor) else list(given)
+        self._gradients, pieces = self._extend(members)
+        self.pieces = (*self.pieces, *pieces)
+        self._norm = GradientNorm(self._gradients, self._comm)
+        self._stepper.add(self._gradients, pieces)
+        self.inner.add_param_group({**param_group, "params": [piece.parameter for piece in pieces]})
+        group = self.inner.param_groups[-1]
+        prefer_fused(self.inner, group)
+        if self.param_groups is not self.inner.param_groups:
+            self.param_groups.append(group)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients of every rank's buffers. ``set_to_none`` is accepted and has no effect."""
@@ -115,6 +137,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 "step(closure) is not supported: a closure would run backward again inside the step"
             )
         self._check_reduced()
+        self._check_frozen()
         scale = self.scaler.scale
         self.grad_norm = self.clipped_grad_norm = self._norm.measure() / scale
         self.step_skipped = not math.isfinite(self.grad_norm)
@@ -126,6 +149,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
         for gradient in self._gradients:
             gradient.flat.publish()
         self.num_steps += 1
+
+    def _check_frozen(self) -> None:
+        name = self._stray()
+        if name:
+            raise ZeroError(
+                f"{name} was frozen when the model was sharded and has a gradient now; to train it, call "
+                "optimizer.add_param_group({'params': [...]}) after requires_grad_()"
+            )
 
     def _step_pieces(self, factor: float) -> None:
         failure: SwapError | None = None

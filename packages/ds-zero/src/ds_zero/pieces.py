@@ -64,10 +64,14 @@ def own_pieces(gradients: Sequence[FlatGradients], whole: WholeParameters) -> di
         for slot, parameter in zip(slots, gradient.flat.parameters, strict=True):
             owned[id(parameter)] = whole.pieces.get(slot.name)
         for piece in gradient.flat.stepped_pieces():
-            name = slots[piece.slot_index].name
-            if name not in whole.names:
-                owned[id(gradient.flat.parameters[piece.slot_index])] = OwnedPiece(name, gradient, piece)
+            if slots[piece.slot_index].name not in whole.names:
+                owned[id(gradient.flat.parameters[piece.slot_index])] = own_piece(gradient, piece)
     return owned
+
+
+def own_piece(gradient: FlatGradients, piece: Piece) -> OwnedPiece:
+    """The piece of a flat's parameter as a parameter of the optimizer."""
+    return OwnedPiece(gradient.flat.layout.slots[piece.slot_index].name, gradient, piece)
 
 
 def replace_parameters(inner: torch.optim.Optimizer, owned: Mapping[int, Owned | None]) -> list[Owned]:
@@ -78,7 +82,7 @@ def replace_parameters(inner: torch.optim.Optimizer, owned: Mapping[int, Owned |
         kept = [piece for piece in mine if piece is not None]
         group["params"] = [piece.parameter for piece in kept]
         pieces += kept
-        _prefer_fused(inner, group)
+        prefer_fused(inner, group)
     _restart_state(inner, pieces)
     return pieces
 
@@ -95,7 +99,8 @@ def _known(parameters: Sequence[nn.Parameter], owned: Mapping[int, Any]) -> Iter
             )
 
 
-def _prefer_fused(inner: torch.optim.Optimizer, group: dict[str, Any]) -> None:
+def prefer_fused(inner: torch.optim.Optimizer, group: dict[str, Any]) -> None:
+    """Choose torch's fused step for a group that leaves it open."""
     undecided = "fused" in group and group["fused"] is None and group.get("foreach") is None
     if type(inner) in FUSED and undecided and not group.get("differentiable"):
         group["fused"] = True

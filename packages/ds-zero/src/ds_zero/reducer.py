@@ -32,6 +32,12 @@ class Reducer:
         self._ready: set[str] = set()
         self._in_flight: deque[FlatGradients] = deque()
 
+    def add(self, gradient: FlatGradients) -> None:
+        """Reduce this flat too, last until the next backward shows when it is ready."""
+        self._order.append(gradient)
+        self._labels[gradient.flat.label] = gradient
+        self._arrivals = []
+
     def begin_backward(self) -> None:
         """Start over at the head of the order."""
         self._next = 0

@@ -32,12 +32,20 @@ class Stepper:
         self._inner = inner
         self._whole = whole
         self._pool = pool
-        self._pieces: dict[int, list[OwnedPiece]] = {id(gradient): [] for gradient in gradients}
+        self._pieces: dict[int, list[OwnedPiece]] = {}
+        self._apart: list[FlatGradients] = []
+        self._together: list[FlatGradients] = []
+        self.add(gradients, pieces)
+
+    def add(self, gradients: Sequence[FlatGradients], pieces: Sequence[Owned]) -> None:
+        """Step these too from now on."""
+        for gradient in gradients:
+            if id(gradient) not in self._pieces:
+                self._pieces[id(gradient)] = []
+                (self._apart if gradient.is_stepped_apart else self._together).append(gradient)
         for piece in pieces:
             if isinstance(piece, OwnedPiece):
                 self._pieces[id(piece.gradient)].append(piece)
-        self._apart = [gradient for gradient in gradients if gradient.is_stepped_apart]
-        self._together = [gradient for gradient in gradients if not gradient.is_stepped_apart]
 
     def step(self, factor: float, untouched: Collection[int]) -> None:
         """Step what has a reduced gradient; the pieces of ``untouched`` parameters stay as they are.
