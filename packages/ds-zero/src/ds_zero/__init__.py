@@ -5,6 +5,8 @@ from ds_zero.config import LossScale, Offload, Precision
 from ds_zero.deferred import is_deferred, sharded_init
 from ds_zero.errors import InternalError, LossScaleError, NonFiniteGradientError, SwapError, ZeroError
 from ds_zero.optimizer import ShardedOptimizer
+from ds_zero.recompute import Recompute, recompute
+from ds_zero.recompute_plan import RecomputePlan
 from ds_zero.shard import BUCKET_NUMEL, close, full_state_dict, gathered, is_sharded, no_sync, shard
 from ds_zero.whole_tensors import read_whole, write_whole
 
@@ -16,6 +18,8 @@ __all__ = [
     "NonFiniteGradientError",
     "Offload",
     "Precision",
+    "Recompute",
+    "RecomputePlan",
     "ShardedOptimizer",
     "SwapError",
     "ZeroError",
@@ -29,6 +33,7 @@ __all__ = [
     "peak_bytes",
     "plan_bytes",
     "read_whole",
+    "recompute",
     "shard",
     "shard_layout",
     "sharded_init",
