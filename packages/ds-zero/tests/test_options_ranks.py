@@ -358,3 +358,86 @@ def forget_the_group():
 def test_a_frozen_parameter_that_gets_a_gradient_is_named():
     with pytest.raises(ds_zero.ZeroError, match="frozen was frozen when the model was sharded"):
         forget_the_group()
+
+
+def train_reach(settings, steps):
+    import ds_comm
+    from ds_spec import events
+
+    world = ds_comm.init()
+    torch.manual_seed(world.rank)
+    model = OddModel()
+    model, optimizer = ds_zero.shard(model, odd_optimizer(model), clip_norm=0.5, **settings)
+    sent = []
+    for step in range(steps):
+        optimizer.zero_grad()
+        with events.collect() as seen:
+            model(odd_batches(1, seed=step)[0].chunk(world.world_size)[world.rank]).backward()
+        optimizer.step()
+        sent.append([(e.group, e.tag, e.op, e.bytes_sent) for e in seen if hasattr(e, "bytes_sent")])
+    shards = [flat.layout.shard_numel for flat in ds_zero.engine.engine_of(model).flats if flat.trainable]
+    return ds_zero.full_state_dict(model), optimizer.grad_norm, sent[-1], sum(shards)
+
+
+REACHES = {
+    "weights": ({"weight_bits": 8}, 3),
+    "weights of 4 bits": ({"weight_bits": 4}, 3),
+    "gradients": ({"gradient_bits": 8}, 2),
+    "gradients in two hops": ({"gradient_bits": 8, "node_size": 2}, 3),
+    "all": ({"weight_bits": 8, "gradient_bits": 8, "node_size": 2, "secondary": True}, 3),
+    "within the node, quantized": ({"gradient_bits": 8, "node_size": 2, "within_node": True}, 3),
+}
+
+
+@pytest.mark.parametrize("name", REACHES)
+def test_quantized_communication_stays_near_the_exact_result(name):
+    reach, stage = REACHES[name]
+    world_size = 4 if "node_size" in reach else 2
+    exact, norm, *_ = run_ranks(train_reach, world_size, {"stage": stage}, 2)[0]
+    found = run_ranks(train_reach, world_size, {"stage": stage, "reach": ds_zero.Reach(**reach)}, 2)
+    for state, found_norm, *_ in found:
+        assert_equal(state, found[0][0])
+        assert 0.5 < found_norm / norm < 2
+        # AdamW moves an element by at most 1e-2 a step, and can turn where its gradient is near zero; weights,
+        # of which the largest is below 4.5, are decoded within half a scale on top.
+        codes = {None: float("inf"), 8: 127, 4: 7}[reach.get("weight_bits")]
+        assert_close(state, exact, tolerance=4e-2 + 4.5 / codes / 2)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_sharding_within_a_node_gives_what_sharding_over_all_gives(stage):
+    reach = ds_zero.Reach(node_size=2, within_node=True)
+    exact, norm, *_ = run_ranks(train_reach, 4, {"stage": stage}, 3)[0]
+    for state, found_norm, sent, numel in run_ranks(train_reach, 4, {"stage": stage, "reach": reach}, 3):
+        assert found_norm == pytest.approx(norm, rel=1e-5)
+        assert_close(state, exact, tolerance=1e-5)
+        between = [bytes_sent for group, tag, _, bytes_sent in sent if group == "node"]
+        assert sum(between) == numel * 4  # an all-reduce of the slice over two nodes: 2 * 1/2 of it
+
+
+def test_secondary_shards_change_no_bit_and_keep_backward_within_the_node():
+    reach = ds_zero.Reach(node_size=2, secondary=True)
+    exact, norm, plain, _ = run_ranks(train_reach, 4, {"stage": 3}, 3)[0]
+    for state, found_norm, sent, _ in run_ranks(train_reach, 4, {"stage": 3, "reach": reach}, 3):
+        assert found_norm == norm
+        assert_equal(state, exact)
+        gathers = [bytes_sent for *_, op, bytes_sent in sent if op == "all_gather"]
+        before = [bytes_sent for *_, op, bytes_sent in plain if op == "all_gather"]
+        # 3/4 of a flat over all ranks, 1/2 within the node; every gather after the first of a step is within.
+        assert len(gathers) == len(before)
+        assert sum(gathers) < sum(before)
+
+
+@pytest.mark.parametrize(
+    ("stage", "reach", "text"),
+    [
+        (2, {"weight_bits": 8}, "weight_bits needs stage 3, got 2"),
+        (3, {"weight_bits": 5}, "weight_bits must be 8, 4 or None, got 5"),
+        (3, {"secondary": True}, "secondary needs stage 3 and node_size"),
+        (3, {"within_node": True}, "within_node needs node_size"),
+        (3, {"node_size": 0}, "node_size must be at least 1"),
+    ],
+)
+def test_reaches_without_sense_are_refused(stage, reach, text):
+    with pytest.raises(ValueError, match=text):
+        ds_zero.shard(OddModel(), stage=stage, reach=ds_zero.Reach(**reach))

@@ -52,6 +52,27 @@ class Mesh:
         """
         return world.current().device_mesh(self.spec)
 
+    def split(self, name: str, size: int) -> tuple[Communicator, Communicator]:
+        """The group along ``name`` cut into nodes of ``size`` neighbours.
+
+        Collective on first use: every rank, in the same order.
+
+        Returns:
+            The group of this node, and the group of the ranks at this place in every node.
+
+        Raises:
+            ValueError: the axis does not divide by ``size``, or the mesh has a ``node`` axis already.
+        """
+        whole = self.spec.size(name)
+        if size < 1 or whole % size:
+            raise ValueError(f"axis {name} has {whole} ranks, which do not divide into nodes of {size}")
+        axes, sizes = list(self.spec.axes), list(self.spec.sizes)
+        place = axes.index(name)
+        axes[place : place + 1] = ["node", name]
+        sizes[place : place + 1] = [whole // size, size]
+        cut = Mesh(MeshSpec(axes=tuple(axes), sizes=tuple(sizes)))
+        return cut.axis(name), cut.axis("node")
+
     def axis(self, name: str) -> Communicator:
         """The group of the ranks that differ from this one along ``name`` only.
 

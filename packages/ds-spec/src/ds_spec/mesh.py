@@ -7,14 +7,15 @@ import msgspec
 
 from ds_spec.checks import check_fields
 
-AXES = ("pp", "dp", "sp", "tp", "ep")
+AXES = ("pp", "node", "dp", "sp", "tp", "ep")
 
 
 class MeshSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag="mesh"):
     """Axes of a mesh and their sizes, outermost first; ranks count in row-major order.
 
     Attributes:
-        axes: names out of ``pp``, ``dp``, ``sp``, ``tp``, ``ep``, each at most once.
+        axes: names out of ``pp``, ``node``, ``dp``, ``sp``, ``tp``, ``ep``, each at most once. ``node``
+            counts the nodes when another axis, mostly ``dp``, means the ranks of one node only.
         sizes: ranks along each axis, >= 1.
 
     Raises:

@@ -1,7 +1,7 @@
 """ZeRO-1/2/3 sharding for a plain PyTorch loop."""
 
 from ds_zero.accounting import held_bytes, peak_bytes, plan_bytes, shard_layout
-from ds_zero.config import LossScale, Offload, Precision
+from ds_zero.config import LossScale, Offload, Precision, Reach
 from ds_zero.deferred import is_deferred, sharded_init
 from ds_zero.errors import InternalError, LossScaleError, NonFiniteGradientError, SwapError, ZeroError
 from ds_zero.optimizer import ShardedOptimizer
@@ -18,6 +18,7 @@ __all__ = [
     "NonFiniteGradientError",
     "Offload",
     "Precision",
+    "Reach",
     "Recompute",
     "RecomputePlan",
     "ShardedOptimizer",

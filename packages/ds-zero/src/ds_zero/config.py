@@ -126,6 +126,52 @@ class Offload(msgspec.Struct, frozen=True, kw_only=True):
         return "file" in (self.optimizer, self.gradients, self.parameters)
 
 
+class Reach(msgspec.Struct, frozen=True, kw_only=True):
+    """How far and how wide parameters and gradients travel: ZeRO++ and sharding within nodes.
+
+    Attributes:
+        weight_bits: 8 or 4: parameters are gathered as block codes, at stage 3. Every rank, the owner too,
+            computes with the decoded values; master weights are exact.
+        gradient_bits: 8 or 4: gradients are reduced as block codes, in two hops where there are nodes.
+        node_size: neighbouring ranks that make a node; ``None``: all ranks are one.
+        secondary: at stage 3, a second copy of the parameters is cut over each node's ranks from their first
+            gather in a step to the next step, so that backward gathers stay within the node.
+        within_node: shard over the ranks of a node only; nodes hold copies, and gradients are averaged over
+            them.
+
+    Source: ZeRO++, arXiv:2306.10209, section 3; MiCS, arXiv:2205.00119, section 3.
+    """
+
+    weight_bits: int | None = None
+    gradient_bits: int | None = None
+    node_size: int | None = None
+    secondary: bool = False
+    within_node: bool = False
+
+
+def check_reach(reach: Reach, *, stage: int) -> None:
+    """Refuse settings that have no effect or no sense.
+
+    Raises:
+        ValueError: with the setting, and what it needs.
+    """
+    for field in ("weight_bits", "gradient_bits"):
+        if getattr(reach, field) not in (None, 8, 4):
+            raise ValueError(f"Reach.{field} must be 8, 4 or None, got {getattr(reach, field)!r}")
+    if reach.node_size is not None and reach.node_size < 1:
+        raise ValueError(f"Reach.node_size must be at least 1, got {reach.node_size!r}")
+    if reach.weight_bits is not None and stage < 3:
+        raise ValueError(
+            f"Reach.weight_bits needs stage 3, got {stage}: below, weights are not gathered for use"
+        )
+    if reach.secondary and (stage < 3 or reach.node_size is None):
+        raise ValueError(f"Reach.secondary needs stage 3 and node_size, got {stage} and {reach.node_size!r}")
+    if reach.within_node and (reach.node_size is None or reach.secondary):
+        raise ValueError(
+            "Reach.within_node needs node_size, and does not go with secondary: copies are near already"
+        )
+
+
 def check_offload(offload: Offload, *, stage: int) -> None:
     """Refuse homes that do not exist or do not go with the stage.
 
@@ -189,6 +235,7 @@ class ZeroOptions(msgspec.Struct, frozen=True, kw_only=True):
     stage: int
     precision: Precision
     offload: Offload
+    reach: Reach
     clip_norm: float | None
     units: tuple[str, ...] | None
     max_gathered_units: int
@@ -201,6 +248,7 @@ def check_options(
     stage: int,
     precision: str | Precision,
     offload: Offload | None = None,
+    reach: Reach | None = None,
     clip_norm: float | None,
     units: Sequence[str] | None,
     max_gathered_units: int,
@@ -223,10 +271,12 @@ def check_options(
     if on_nonfinite not in NONFINITE:
         raise ValueError(f"on_nonfinite must be one of {NONFINITE}, got {on_nonfinite!r}")
     check_offload(offload or Offload(), stage=stage)
+    check_reach(reach or Reach(), stage=stage)
     return ZeroOptions(
         stage=stage,
         precision=_check_precision(precision),
         offload=offload or Offload(),
+        reach=reach or Reach(),
         clip_norm=clip_norm,
         units=None if units is None else tuple(units),
         max_gathered_units=max_gathered_units,

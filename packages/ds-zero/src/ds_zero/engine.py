@@ -22,6 +22,7 @@ from ds_zero.gradients import FlatGradients
 from ds_zero.homes import Homes, leaving
 from ds_zero.hooks import Backward, ModuleBracket, StateDictBracket
 from ds_zero.layout import plan_flat_layout
+from ds_zero.moves import Moves
 from ds_zero.optimizer import ShardedOptimizer, whole_parameters
 from ds_zero.parameters import FlatParameters
 from ds_zero.pieces import Owned, own_pieces, replace_parameters
@@ -50,7 +51,8 @@ class Engine:
         self.model = model
         self.mesh = mesh
         self.options = options
-        self.comm: Communicator = mesh.axis("dp")
+        self.moves = Moves(mesh, options)
+        self.comm: Communicator = self.moves.comm
         self.ledger = Ledger(self.comm.rank)
         self.pool = BufferPool(self.comm, self.ledger, "buckets")
         self._handles: list[Any] = []
@@ -68,7 +70,7 @@ class Engine:
             unit.label: [gradient for gradient in self.gradients if gradient.flat in unit.flats]
             for unit in self.units.values()
         }
-        self.reducer = Reducer(self.gradients, self.comm)
+        self.reducer = Reducer(self.gradients, self.moves.everyone)
         self.gatherer = Gatherer(self.units.values(), max_gathered_units=options.max_gathered_units)
         self.backward = Backward(self.gatherer, self._begin_backward, self._has_all_gradients)
         self._install()
@@ -111,7 +113,7 @@ class Engine:
             spec.label,
             layout,
             parameters,
-            comm=self.comm,
+            moves=self.moves,
             dtype=spec.dtype,
             options=self.options,
             trainable=spec.trainable,
@@ -147,9 +149,9 @@ class Engine:
             self.ledger.add("buffers", value.nbytes)
 
     def _as_rank_0(self, value: torch.Tensor, name: str) -> torch.Tensor:
-        if self.comm.world_size > 1 and value.numel():
+        if self.moves.everyone.world_size > 1 and value.numel():
             value = value.contiguous()
-            self.comm.broadcast(value.view(-1).view(torch.uint8), src=0, tag=f"{name} initial value")
+            self.moves.spread(value.view(-1).view(torch.uint8), src=0, tag=f"{name} initial value")
         return value
 
     def _wrap(self, optimizer: torch.optim.Optimizer | None) -> ShardedOptimizer | None:
@@ -175,7 +177,7 @@ class Engine:
             pieces,
             reducer=self.reducer,
             gradients=self.gradients,
-            comm=self.comm,
+            moves=self.moves,
             options=self.options,
             stepper=Stepper(optimizer, pieces, self.gradients, whole=whole, pool=self.pool),
             scaler=self.scaler,

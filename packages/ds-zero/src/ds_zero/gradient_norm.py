@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 import torch
 
-from ds_comm import Communicator
 from ds_zero.gradients import FlatGradients
+from ds_zero.moves import Moves
 
 
 class GradientNorm:
@@ -16,11 +16,16 @@ class GradientNorm:
         untouched: ``id``s of parameters that no rank got a gradient for.
     """
 
-    def __init__(self, gradients: Sequence[FlatGradients], comm: Communicator) -> None:
+    def __init__(self, gradients: Sequence[FlatGradients], moves: Moves) -> None:
         self.norm = 0.0
         self.untouched: set[int] = set()
         self._gradients = tuple(gradients)
-        self._comm = comm
+        self._comm = moves.everyone
+        # Copies of the slices in other nodes are the same gradient and count once.
+        self._holders = slice(None)
+        if moves.replicas is not None:
+            first = moves.replicas.rank * moves.comm.world_size
+            self._holders = slice(first, first + moves.comm.world_size)
 
     def measure(self) -> float:
         """Exchange sums of squares, and set ``norm`` and ``untouched``.
@@ -33,7 +38,7 @@ class GradientNorm:
         rows = self._comm.exchange(row, tag="gradient norm")
         self._comm.agree(tag="step")
         # Rounded to fp32, because the order of the fp64 sums depends on the units.
-        self.norm = float(rows[:, 0].sum().sqrt().float())
+        self.norm = float(rows[self._holders, 0].sum().sqrt().float())
         self.untouched = self._find_untouched(flags) if float(rows[:, 1].sum()) else set()
         return self.norm
 

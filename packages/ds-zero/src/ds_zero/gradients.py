@@ -190,7 +190,7 @@ class FlatGradients:
 
     def _post(self, out: torch.Tensor, full: torch.Tensor) -> None:
         tag = f"{self.flat.label} gradients"
-        self._handle = self.flat.comm.reduce_scatter_async(out, full, mean=True, tag=tag)
+        self._handle = self.flat.moves.reduce_async(out, full, tag=tag)
 
     def _zero_unfilled(self, full: torch.Tensor) -> None:
         for index, fill in enumerate(self._fill):

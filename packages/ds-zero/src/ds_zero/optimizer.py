@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
-from ds_comm import Communicator
 from ds_zero.config import ZeroOptions
 from ds_zero.errors import NonFiniteGradientError, SwapError, ZeroError
 from ds_zero.gradient_norm import GradientNorm
 from ds_zero.gradients import FlatGradients
+from ds_zero.moves import Moves
 from ds_zero.pieces import Owned, prefer_fused
 from ds_zero.reducer import Reducer
 from ds_zero.scaling import LossScaler
@@ -47,7 +47,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         *,
         reducer: Reducer,
         gradients: Sequence[FlatGradients],
-        comm: Communicator,
+        moves: Moves,
         options: ZeroOptions,
         stepper: Stepper,
         scaler: LossScaler,
@@ -62,10 +62,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.num_steps = 0
         self.scaler = scaler
         self._options = options
-        self._comm = comm
+        self._moves = moves
+        self._comm = moves.comm
         self._reducer = reducer
         self._gradients: Sequence[FlatGradients] = tuple(gradients)
-        self._norm = GradientNorm(gradients, comm)
+        self._norm = GradientNorm(gradients, moves)
         self.pieces = tuple(pieces)
         self._stepper = stepper
         self._extend = extend
@@ -108,7 +109,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         members: list[Any] = [given] if isinstance(given, torch.Tensor) else list(given)
         self._gradients, pieces = self._extend(members)
         self.pieces = (*self.pieces, *pieces)
-        self._norm = GradientNorm(self._gradients, self._comm)
+        self._norm = GradientNorm(self._gradients, self._moves)
         self._stepper.add(self._gradients, pieces)
         self.inner.add_param_group({**param_group, "params": [piece.parameter for piece in pieces]})
         group = self.inner.param_groups[-1]
@@ -165,7 +166,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         except SwapError as error:
             failure = error
         if self._options.offload.optimizer == "file" and self.stage > 0:
-            texts = self._comm.all_gather_object(str(failure or ""), tag="swap files")
+            texts = self._moves.everyone.all_gather_object(str(failure or ""), tag="swap files")
             told = next((text for text in texts if text), "")
             failure = failure or (SwapError(f"on another rank: {told}") if told else None)
         if failure is not None:

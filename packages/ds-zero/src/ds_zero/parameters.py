@@ -6,11 +6,12 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from ds_comm import Communicator, Handle
+from ds_comm import Handle
 from ds_zero.buffers import Ledger
 from ds_zero.config import ZeroOptions
 from ds_zero.errors import InternalError
 from ds_zero.layout import FlatLayout, Piece
+from ds_zero.moves import Moves
 from ds_zero.states import MASTER, FlatStates, Place
 
 # P = elements of one parameter, F = flat buffer (padded), S = F // world_size
@@ -46,7 +47,7 @@ class FlatParameters:
         layout: FlatLayout,
         parameters: Sequence[nn.Parameter],
         *,
-        comm: Communicator,
+        moves: Moves,
         dtype: torch.dtype,
         options: ZeroOptions,
         trainable: bool,
@@ -56,7 +57,8 @@ class FlatParameters:
         self.layout = layout
         self.parameters = tuple(parameters)
         self.trainable = trainable
-        self.comm = comm
+        self.moves = moves
+        self.comm = moves.comm
         self.stage = options.stage
         self.dtype = dtype
         self.has_master = trainable and dtype is not torch.float32
@@ -66,7 +68,9 @@ class FlatParameters:
         self.master: torch.Tensor | None = None
         self._ledger = ledger
         self._handle: Handle | None = None
-        self._empty = torch.empty(0, dtype=self.dtype, device=comm.device)
+        self._secondary: torch.Tensor | None = None  # F / node elements, valid until the next write
+        self._secondary_buffer: torch.Tensor | None = None
+        self._empty = torch.empty(0, dtype=self.dtype, device=moves.comm.device)
 
     @property
     def full_bytes(self) -> int:
@@ -97,7 +101,7 @@ class FlatParameters:
         with torch.no_grad():
             for slot, source in zip(self.layout.slots, sources, strict=True):
                 values[slot.start_numel : slot.stop_numel].copy_(source.reshape(-1))
-            self.comm.broadcast(values, src=0, tag=f"{self.label} initial values")
+            self.moves.spread(values, src=0, tag=f"{self.label} initial values")
             self._place(values)
         self._point_parameters()
         if self.stage == 3:
@@ -161,8 +165,12 @@ class FlatParameters:
             return
         self.full.untyped_storage().resize_(self.full_bytes)
         self._ledger.add("gathered", self.full_bytes)
-        shard = self.shard if self.place is None else self._read_shard(self.place)
-        self._handle = self.comm.all_gather_async(self.full, shard, tag=f"{self.label} parameters")
+        tag = f"{self.label} parameters"
+        if self._secondary is not None and self.moves.node is not None:
+            self._handle = self.moves.node.all_gather_async(self.full, self._secondary, tag=tag)
+        else:
+            shard = self.shard if self.place is None else self._read_shard(self.place)
+            self._handle = self.moves.gather_async(self.full, shard, tag=tag)
         self.state = ParameterState.GATHERING
 
     def fetch(self) -> None:
@@ -179,6 +187,7 @@ class FlatParameters:
         return own
 
     def _write_shard(self, values: torch.Tensor) -> None:
+        self._secondary = None
         if self.place is None:
             self.stepped.copy_(values)
         else:
@@ -194,7 +203,19 @@ class FlatParameters:
         self._handle.wait()
         self._handle = None
         self._point_parameters()
+        self._keep_secondary()
         self.state = ParameterState.GATHERED
+
+    def _keep_secondary(self) -> None:
+        """Keep this rank's part of the node's copy until the parameters change."""
+        node = self.moves.node
+        if node is None or self._secondary is not None:
+            return
+        part = self.full.chunk(node.world_size)[node.rank]
+        if self._secondary_buffer is None:
+            self._secondary_buffer = node.allocate(part.numel(), self.dtype)
+            self._ledger.add("gathered", part.nbytes)
+        self._secondary = self._secondary_buffer.copy_(part)
 
     def release(self) -> None:
         """Give the gathered memory back; a no-op when whole or sharded."""
@@ -225,6 +246,7 @@ class FlatParameters:
         """
         if not self.trainable:
             return
+        self._secondary = None
         if self.has_master and self.master is not None:
             self._write_shard(self.master)
         if self.stage in (1, 2):

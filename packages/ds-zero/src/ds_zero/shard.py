@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from ds_comm import Mesh
-from ds_zero.config import Offload, Precision, check_options
+from ds_zero.config import Offload, Precision, Reach, check_options
 from ds_zero.engine import ATTRIBUTE, PARAMETER_ATTRIBUTE, Engine, engine_of
 from ds_zero.errors import ZeroError
 from ds_zero.gatherer import Unit
@@ -25,6 +25,7 @@ def shard(
     mesh: Mesh | None = None,
     precision: str | Precision = "fp32",
     offload: Offload | None = None,
+    reach: Reach | None = None,
     clip_norm: float | None = None,
     units: Sequence[str] | None = None,
     max_gathered_units: int = 2,
@@ -47,6 +48,7 @@ def shard(
         precision: ``"fp32"``, ``"bf16"`` or ``"fp16"`` (both with fp32 master weights and sums, fp16 with
             dynamic loss scaling), or a :class:`Precision`.
         offload: what lies on the CPU or in files between uses; ``None`` keeps all on the device.
+        reach: quantized and node-wise communication; ``None`` sends everything as it is over all ranks.
         clip_norm: limit of the global gradient norm, ``None`` for no clipping.
         units: names of modules that are gathered and reduced together; default each block of the large
             ``ModuleList``s and ``Sequential``s.
@@ -68,6 +70,7 @@ def shard(
         stage=stage,
         precision=precision,
         offload=offload,
+        reach=reach,
         clip_norm=clip_norm,
         units=units,
         max_gathered_units=max_gathered_units,
@@ -117,7 +120,7 @@ def gathered(parameters: nn.Parameter | Iterable[nn.Parameter], *, src: int | No
             for engine, unit in holders:
                 for flat in unit.flats:
                     if src is not None:
-                        engine.comm.broadcast(flat.full, src=src, tag=f"{flat.label} edited parameters")
+                        engine.moves.spread(flat.full, src=src, tag=f"{flat.label} edited parameters")
                     flat.commit()
     finally:
         for engine, unit in holders:
