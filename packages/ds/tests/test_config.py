@@ -155,8 +155,7 @@ def test_wrong_keys_are_named_with_what_was_meant(config, reason):
     [
         ({"fp16": {"enabled": True, "fp16_master_weights_and_grads": True}}, ["fp16.fp16_master_weights_and_grads"]),
         ({"zero_optimization": {"offload_optimizer": {"device": "cpu", "super_offload": True}}}, ["zero_optimization.offload_optimizer.super_offload"]),
-        ({"zero_optimization": {"zero_quantized_weights": True}}, ["zero_optimization.zero_quantized_weights"]),
-        ({"zero_optimization": {"zero_hpz_partition_size": 8}}, ["zero_optimization.zero_hpz_partition_size"]),
+        ({"zero_optimization": {"zero_quantized_nontrainable_weights": True}}, ["zero_optimization.zero_quantized_nontrainable_weights"]),
         ({"activation_checkpointing": {"cpu_checkpointing": True}}, ["activation_checkpointing.cpu_checkpointing"]),
         ({"tensor_parallel": {"autotp_size": 2}}, ["tensor_parallel.autotp_size"]),
         ({"tensor_parallel": {"tp": {"tp_size": 2}}}, ["tensor_parallel.tp.tp_size"]),
@@ -214,6 +213,10 @@ def test_what_asks_for_nothing_is_fine(config):
         ({"zero_optimization": {"offload_optimizer": {"device": "nvme"}}}, "zero_optimization.offload_optimizer.nvme_path: "),
         ({"zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}}}, "zero_optimization.offload_param.device: needs stage 3"),
         ({"data_types": {"grad_accum_dtype": "bf16"}}, "data_types.grad_accum_dtype: bf16 needs bf16.enabled"),
+        ({"zero_optimization": {"zero_quantized_weights": True}}, "zero_optimization.zero_quantized_weights: needs stage 3"),
+        ({"zero_optimization": {"zero_hpz_partition_size": 8}}, "zero_optimization.zero_hpz_partition_size: needs stage 3"),
+        ({"zero_optimization": {"mics_shard_size": 0}}, "zero_optimization.mics_shard_size: must be -1 or at least 1"),
+        ({"zero_optimization": {"stage": 3, "mics_shard_size": 2, "zero_hpz_partition_size": 2}}, "zero_optimization.mics_shard_size: does not go with"),
         ({"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "bf16"}, "communication_data_type": "fp32"}, "data_types.grad_accum_dtype: bf16 does not go with"),
     ],
 )  # fmt: skip

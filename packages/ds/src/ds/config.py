@@ -139,6 +139,21 @@ class ZeroConfig(Section):
     )
     cpu_offload: bool = Field(default=False, description="older form of offload_optimizer.device cpu")
     cpu_offload_param: bool = Field(default=False, description="older form of offload_param.device cpu")
+    zero_quantized_weights: bool = Field(
+        default=False, description="gather parameters as 8-bit block codes, stage 3"
+    )
+    zero_quantized_gradients: bool = Field(
+        default=False,
+        description="reduce gradients as 8-bit block codes, on one node too; in two hops when "
+        "zero_hpz_partition_size says what a node is",
+    )
+    zero_hpz_partition_size: Count = Field(
+        default=1,
+        description="ranks of a node that hold a second copy of parameters for backward, stage 3; 1 for none",
+    )
+    mics_shard_size: Annotated[int, BeforeValidator(_whole)] = Field(
+        default=-1, description="shard over this many neighbouring ranks only; -1 for all"
+    )
     stage3_gather_16bit_weights_on_model_save: bool = Field(
         default=False, description="let frameworks collect whole weights at stage 3 when they save"
     )

@@ -37,3 +37,19 @@ def check_combinations(config: Config) -> Iterator[str]:
         )
     if sums in ("bf16", "fp16") and not (config.fp16.enabled or config.bf16.enabled) and accumulate == sums:
         yield f"data_types.grad_accum_dtype: {accumulate} needs bf16.enabled or fp16.enabled"
+    yield from _check_reach(config)
+
+
+def _check_reach(config: Config) -> Iterator[str]:
+    zero = config.zero_optimization
+    if zero.mics_shard_size != -1 and zero.mics_shard_size < 1:
+        yield f"zero_optimization.mics_shard_size: must be -1 or at least 1, got {zero.mics_shard_size}"
+    if zero.mics_shard_size > 0 and zero.zero_hpz_partition_size > 1:
+        yield "zero_optimization.mics_shard_size: does not go with zero_hpz_partition_size; leave one out"
+    wants = {
+        "zero_quantized_weights": zero.zero_quantized_weights,
+        "zero_hpz_partition_size": zero.zero_hpz_partition_size > 1,
+    }
+    for key, wanted in wants.items():
+        if wanted and zero.stage < 3:
+            yield f"zero_optimization.{key}: needs stage 3, got stage {zero.stage}"

@@ -226,18 +226,16 @@ REFUSED: dict[str, Refused] = {
         "units are the blocks of the model; ds_zero.shard(units=...) takes others by name",
     ),
     "zero_optimization.mics_hierarchical_params_gather": Refused(
-        False, "parameters are sharded over all ranks"
+        False, "with mics_shard_size gathers stay within the node anyway"
     ),
-    "zero_optimization.mics_shard_size": Refused(-1, "parameters are sharded over all ranks"),
     "zero_optimization.offload_optimizer.super_offload": Refused(
         False, "offload always overlaps where it can"
     ),
     "zero_optimization.zenflow": Refused(OPEN, "it goes with offload", by_presence=True),
-    "zero_optimization.zero_hpz_partition_size": Refused(1, "parameters are sharded over all ranks"),
-    "zero_optimization.zero_quantized_gradients": Refused(False, "gradients travel in the parameters' dtype"),
-    "zero_optimization.zero_quantized_nontrainable_weights": Refused(False, "weights travel in their dtype"),
-    "zero_optimization.zero_quantized_weights": Refused(False, "weights travel in their dtype"),
-    "zero_optimization.zeropp_loco_param": Refused(None, "gradients travel in the parameters' dtype"),
+    "zero_optimization.zero_quantized_nontrainable_weights": Refused(
+        False, "zero_quantized_weights takes frozen and trainable ones alike"
+    ),
+    "zero_optimization.zeropp_loco_param": Refused(None, "codes have no error feedback yet; leave it out"),
 }
 
 # Names of optimizers that DeepSpeed has and ds does not have yet.

@@ -15,7 +15,7 @@ import ds_zero
 from ds.compat import DeepSpeedNames
 from ds.config import Batch, Config
 from ds.rank_log import log_once
-from ds.zero_options import offload_of, precision_of
+from ds.zero_options import offload_of, precision_of, reach_of
 
 logger = logging.getLogger(__name__)
 
@@ -66,6 +66,7 @@ class Engine(DeepSpeedNames, nn.Module):
             stage=config.zero_optimization.stage,
             precision=precision_of(config),
             offload=offload_of(config),
+            reach=reach_of(config),
             clip_norm=config.gradient_clipping or None,
             bucket_numel=min(config.zero_optimization.reduce_bucket_size, ds_zero.BUCKET_NUMEL),
             on_nonfinite="skip" if config.bf16.enabled and config.bf16.check_grad_overflow else "raise",

@@ -59,3 +59,19 @@ def offload_of(config: Config) -> ds_zero.Offload:
         path=zero.offload_optimizer.nvme_path or zero.offload_param.nvme_path,
         ratio=zero.offload_optimizer.ratio,
     )
+
+
+def reach_of(config: Config) -> ds_zero.Reach:
+    """How far and how wide parameters and gradients travel."""
+    zero = config.zero_optimization
+    bits = 8
+    within_node = zero.mics_shard_size > 0
+    secondary = zero.zero_hpz_partition_size > 1
+    nodes = zero.mics_shard_size if within_node else zero.zero_hpz_partition_size if secondary else None
+    return ds_zero.Reach(
+        weight_bits=bits if zero.zero_quantized_weights else None,
+        gradient_bits=bits if zero.zero_quantized_gradients else None,
+        node_size=nodes,
+        secondary=secondary,
+        within_node=within_node,
+    )
