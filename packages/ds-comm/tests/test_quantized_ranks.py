@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import ds_comm
-from ds_comm.block_codec import BlockCodec
+from ds_comm.blocks import BlockCodec
 from ds_comm.quantized_moves import QuantizedMoves
 from ds_comm.testing import run_ranks
 from ds_spec import events

@@ -398,8 +398,8 @@ def test_quantized_communication_stays_near_the_exact_result(name):
     for state, found_norm, *_ in found:
         assert_equal(state, found[0][0])
         assert 0.5 < found_norm / norm < 2
-        # AdamW moves an element by at most 1e-2 a step, and can turn where its gradient is near zero. Weights,
-        # weights, all below 4.5, are decoded within half a scale on top.
+        # AdamW moves an element by at most 1e-2 a step, and can turn where its gradient is near zero. Decoded
+        # weights, all below 4.5, are off by half a scale on top.
         codes = {None: float("inf"), 8: 127, 4: 7}[reach.get("weight_bits")]
         assert_close(state, exact, tolerance=4e-2 + 4.5 / codes / 2)
 

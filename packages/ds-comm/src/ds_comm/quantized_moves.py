@@ -2,7 +2,7 @@
 
 import torch
 
-from ds_comm.block_codec import BlockCodec
+from ds_comm.blocks import BlockCodec
 from ds_comm.communicator import Communicator, Handle, check_slices
 from ds_comm.wire import Scratch
 
@@ -34,7 +34,7 @@ class QuantizedMoves:
 
         Args:
             flat: world_size * S elements.
-            shard: S elements, a multiple of the block; may be the own slice of ``flat``.
+            shard: S elements, may be the own slice of ``flat``.
             tag: what for, in error messages and profiles.
 
         Source: ZeRO++, arXiv:2306.10209, section 3.1 (quantized weight communication).
@@ -45,13 +45,13 @@ class QuantizedMoves:
         taken = self._scratch.take(size * comm.world_size, torch.uint8)
         payload = taken[: size * comm.world_size]
         own = payload.chunk(comm.world_size)[comm.rank]
-        self.codec.encode(shard, own)
+        self.codec.encode(shard, own, scratch=self._scratch)
         handle = comm.all_gather_async(payload, own, tag=tag)
 
         def finish() -> None:
             handle.wait()
             for part, target in zip(payload.chunk(comm.world_size), flat.chunk(comm.world_size), strict=True):
-                self.codec.decode(part, target)
+                self.codec.decode(part, target, scratch=self._scratch)
             self._scratch.give(taken)
 
         return Handle(finish, handle.done)
@@ -64,10 +64,11 @@ class QuantizedMoves:
         With ``outer`` in two hops: within the node every rank sums what goes to its place in all nodes, and
         only these sums travel between nodes, as codes again.
 
-        Collective: every rank of the group, and of ``outer``.
+        Collective: every rank of the group, and of ``outer``; handles are waited for in the same order, as
+        the second hop begins then.
 
         Args:
-            shard: S elements, a multiple of the block; may be the own slice of ``flat``.
+            shard: S elements, may be the own slice of ``flat``.
             flat: S elements for every rank of every node; contents stay.
             mean: divide by the number of ranks.
             tag: what for, in error messages and profiles.
@@ -83,7 +84,7 @@ class QuantizedMoves:
         # To rank i of this node go the slices of rank i of every node.
         for index, part in enumerate(sent[: size * self.world_size].chunk(self.world_size)):
             rank, node = divmod(index, num_nodes)
-            self.codec.encode(slices[node * inner + rank], part)
+            self.codec.encode(slices[node * inner + rank], part, scratch=self._scratch)
         handle = self._comm.all_to_all_async(
             received[: size * self.world_size], sent[: size * self.world_size], tag=tag
         )
@@ -101,7 +102,8 @@ class QuantizedMoves:
             shard.copy_(result.div_(self.world_size) if mean else result)
             self._scratch.give(sums)
 
-        return Handle(finish, handle.done)
+        # With a second hop the result is not there before somebody waits for it.
+        return Handle(finish, handle.done if self._outer is None else None)
 
     def _take(self, num_bytes: int) -> torch.Tensor:
         return self._scratch.take(num_bytes, torch.uint8)
@@ -109,7 +111,7 @@ class QuantizedMoves:
     def _add_up(self, parts: list[tuple[torch.Tensor, ...]], sums: torch.Tensor) -> None:
         for source, slices in enumerate(parts):
             for part, target in zip(slices, sums.chunk(len(slices)), strict=True):
-                self.codec.decode(part, target, add=source > 0)
+                self.codec.decode(part, target, add=source > 0, scratch=self._scratch)
 
     def _second_hop(
         self, outer: Communicator, sums: torch.Tensor, size: int, shard_numel: int, tag: str
@@ -121,7 +123,7 @@ class QuantizedMoves:
             whole.chunk(outer.world_size),
             strict=True,
         ):
-            self.codec.encode(source, part)
+            self.codec.encode(source, part, scratch=self._scratch)
         outer.all_to_all(received[: size * outer.world_size], sent[: size * outer.world_size], tag=tag)
         parts = received[: size * outer.world_size].chunk(outer.world_size)
         self._add_up([(part,) for part in parts], sums[:shard_numel])
