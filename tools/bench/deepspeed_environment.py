@@ -73,3 +73,16 @@ def _run(command: Sequence[str], variables: dict[str, str], *, cwd: Path | None)
 def reach() -> None:
     """Let this process import DeepSpeed; all else comes from where it came from before."""
     sys.path.append(os.environ[VARIABLE])
+
+
+def run_script(script: str, arguments: Sequence[str], prepared: Prepared) -> subprocess.CompletedProcess[str]:
+    """Run Python code in a process of its own that can use DeepSpeed after calling :func:`reach`."""
+    return subprocess.run(
+        [sys.executable, "-c", script, *arguments],
+        env=os.environ | prepared.environment,
+        cwd=Path(__file__).parent,
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+        check=False,
+    )

@@ -24,6 +24,9 @@ from training_systems import build_model
 import ds_zero
 from ds.demo.model import next_token_loss
 from ds_zero.live_storages import LiveStorages
+from ds_zero.recompute import wrapped
+from ds_zero.recompute_measure import measure as measure_blocks
+from ds_zero.recompute_plan import choose
 
 FORMATS = {
     "held": ("MB", "{:.1f}", True),
@@ -42,15 +45,21 @@ def _torch_checkpoint(model: nn.Module) -> Callable[[], None]:
     return lambda: [block.__dict__.pop("forward") for block in blocks]  # type: ignore[return-value]
 
 
-def _apply(
-    model: nn.Module, system: str, sample: Callable[[], torch.Tensor], saved: int
-) -> Callable[[], object]:
+def _apply(model: nn.Module, system: str, plans: dict[str, dict[str, str]]) -> Callable[[], object]:
     if system == PEER:
         return _torch_checkpoint(model)
-    if system.startswith("budget"):
-        budget = saved * int(system.split()[1]) // 100
-        return ds_zero.recompute(model, "budget", budget_bytes=budget, sample=sample).remove
-    return ds_zero.recompute(model, system).remove
+    return ds_zero.recompute(model, plans.get(system, system)).remove
+
+
+def _plan(model: nn.Module, sample: Callable[[], torch.Tensor]) -> dict[str, dict[str, str]]:
+    """Policies by block for the budgets, from one measurement."""
+    blocks = {name: module for name, module in model.named_modules() if name.startswith("blocks.")}
+    names = [name for name in blocks if name.count(".") == 1]
+    costs = measure_blocks(model, {name: blocks[name] for name in names}, sample, wrap=wrapped)
+    everything = sum(options["none"].saved_bytes for options in costs.values())
+    return {
+        f"budget {share} %": dict(choose(costs, everything * share // 100).policies) for share in (70, 50)
+    }
 
 
 def _run(model: nn.Module, batch: torch.Tensor) -> dict[str, float]:
@@ -71,14 +80,12 @@ def measure(case: Case, *, rounds: int, table: MeasuredTable) -> None:
     model = build_model(case)
     batch = torch.randint(0, case.vocabulary, (case.batch_size, case.length + 1))
     sample = partial(next_token_loss, model, batch)
-    everything = ds_zero.recompute(model, "budget", budget_bytes=1 << 50, sample=sample)
-    saved = everything.plan.saved_bytes or 0
-    everything.remove()
-    systems = [*POLICIES, "budget 70 %", "budget 50 %", PEER]
+    plans = _plan(model, sample)
+    systems = [*POLICIES, *plans, PEER]
     runs: dict[str, list[dict[str, float]]] = {system: [] for system in systems}
     for _ in range(rounds):
         for system in systems:
-            remove = _apply(model, system, sample, saved)
+            remove = _apply(model, system, plans)
             runs[system].append(_run(model, batch))
             remove()
     found = {system: medians(taken) for system, taken in runs.items()}
