@@ -161,7 +161,10 @@ class Engine:
         owned = own_pieces(self.gradients, whole)
         listed = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         forgotten = [
-            name for name, p in self.model.named_parameters() if id(p) in owned and id(p) not in listed
+            slot.name
+            for gradient in self.gradients
+            for slot, parameter in zip(gradient.flat.layout.slots, gradient.flat.parameters, strict=True)
+            if slot.numel and id(parameter) not in listed
         ]
         if forgotten:
             logger.warning(

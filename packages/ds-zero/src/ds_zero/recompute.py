@@ -97,14 +97,14 @@ def recompute(
             raise ValueError(
                 "recompute: the policy 'budget' needs budget_bytes= and sample=, a call that gives a loss"
             )
-        plan = choose(measure(model, blocks, sample, wrap=_wrapped), budget_bytes)
+        plan = choose(measure(model, blocks, sample, wrap=wrapped), budget_bytes)
     else:
         plan = plan_policies(list(blocks), policy)
     stow: Stow = OnCpu if offload else Stowed if partition is None else partial(Partitioned, comm=partition)
     queue = Queue()
     chosen = {blocks[name]: kind for name, kind in plan.policies.items() if kind != "none"}
     for block, kind in chosen.items():
-        block.forward = _wrapped(block, kind, stow=stow, queue=queue)
+        block.forward = wrapped(block, kind, stow=stow, queue=queue)
     logger.info("%s", plan.describe())
     return Recompute(plan, list(chosen))
 
@@ -129,7 +129,7 @@ def _blocks(model: nn.Module, layers: Sequence[str] | None) -> dict[str, nn.Modu
     return {name: modules[name] for name in names}
 
 
-def _wrapped(
+def wrapped(
     block: nn.Module, policy: str, *, stow: Stow = Stowed, queue: Queue | None = None
 ) -> Callable[..., Any]:
     """A forward for ``block`` that keeps what ``policy`` says."""
