@@ -4,6 +4,7 @@ from ds_zero.accounting import held_bytes, peak_bytes, plan_bytes, shard_layout
 from ds_zero.config import LossScale, Offload, Precision, Reach
 from ds_zero.deferred import is_deferred, sharded_init
 from ds_zero.errors import InternalError, LossScaleError, NonFiniteGradientError, SwapError, ZeroError
+from ds_zero.memory_plan import BatchPlan, MemoryPlan, plan_batch, plan_memory, what_fits
 from ds_zero.optimizer import ShardedOptimizer
 from ds_zero.recompute import Recompute, recompute
 from ds_zero.recompute_plan import RecomputePlan
@@ -11,6 +12,11 @@ from ds_zero.shard import BUCKET_NUMEL, close, full_state_dict, gathered, is_sha
 from ds_zero.whole_tensors import read_whole, write_whole
 
 __all__ = [
+    "what_fits",
+    "plan_memory",
+    "plan_batch",
+    "MemoryPlan",
+    "BatchPlan",
     "BUCKET_NUMEL",
     "InternalError",
     "LossScale",

@@ -274,7 +274,7 @@ def check_options(
     check_reach(reach or Reach(), stage=stage)
     return ZeroOptions(
         stage=stage,
-        precision=_check_precision(precision),
+        precision=check_precision(precision),
         offload=offload or Offload(),
         reach=reach or Reach(),
         clip_norm=clip_norm,
@@ -285,7 +285,12 @@ def check_options(
     )
 
 
-def _check_precision(precision: str | Precision) -> Precision:
+def check_precision(precision: str | Precision) -> Precision:
+    """Check a precision, or find the one of this name.
+
+    Raises:
+        ValueError: there is no such name, or its settings do not go together.
+    """
     if isinstance(precision, str):
         named = {"fp32": Precision.fp32, "bf16": Precision.bf16, "fp16": Precision.fp16}
         if precision not in named:

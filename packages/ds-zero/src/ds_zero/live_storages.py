@@ -18,10 +18,22 @@ class LiveStorages(TorchDispatchMode):
     Args:
         ignored: tensors whose storages do not count, such as parameters.
         counted: tensors made before whose storages count too.
+        follows_peak: look at what is held after every operator; costs time.
+
+    Attributes:
+        peak_bytes: most bytes held at once, if that is followed.
     """
 
-    def __init__(self, *, ignored: Iterable[torch.Tensor] = (), counted: Iterable[torch.Tensor] = ()) -> None:
+    def __init__(
+        self,
+        *,
+        ignored: Iterable[torch.Tensor] = (),
+        counted: Iterable[torch.Tensor] = (),
+        follows_peak: bool = False,
+    ) -> None:
         super().__init__()
+        self.peak_bytes = 0
+        self._follows_peak = follows_peak
         self._ignored = {tensor.untyped_storage()._cdata for tensor in ignored}
         self._found: dict[int, tuple[StorageWeakRef, int]] = {}
         for tensor in counted:
@@ -38,6 +50,8 @@ class LiveStorages(TorchDispatchMode):
         output = func(*args, **(kwargs or {}))
         for tensor in tensors_in(output):
             self._note(tensor)
+        if self._follows_peak:
+            self.peak_bytes = max(self.peak_bytes, self.held_bytes())
         return output
 
     def held_bytes(self, *, without: Iterable[torch.Tensor] = ()) -> int:
