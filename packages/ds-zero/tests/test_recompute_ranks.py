@@ -114,7 +114,7 @@ def test_a_budget_is_kept_and_the_plan_says_what_it_costs():
     [
         ({"policy": "budget"}, "needs budget_bytes= and sample="),
         ({"policy": "most"}, "policy must be one of"),
-        ({"layers": ["bloks.0"]}, "no module 'bloks.0'; did you mean 'blocks.0'"),
+        ({"layers": ["block.0"]}, "no module 'block.0'; did you mean 'blocks.0'"),
         ({"offload": True, "partition": object()}, "choose offload or partition"),
     ],
 )

@@ -156,7 +156,7 @@ def test_wrong_keys_are_named_with_what_was_meant(config, reason):
         ({"fp16": {"enabled": True, "fp16_master_weights_and_grads": True}}, ["fp16.fp16_master_weights_and_grads"]),
         ({"zero_optimization": {"offload_optimizer": {"device": "cpu", "super_offload": True}}}, ["zero_optimization.offload_optimizer.super_offload"]),
         ({"zero_optimization": {"zero_quantized_nontrainable_weights": True}}, ["zero_optimization.zero_quantized_nontrainable_weights"]),
-        ({"activation_checkpointing": {"cpu_checkpointing": True}}, ["activation_checkpointing.cpu_checkpointing"]),
+        ({"activation_checkpointing": {"partition_activations": True}}, ["activation_checkpointing.partition_activations"]),
         ({"tensor_parallel": {"autotp_size": 2}}, ["tensor_parallel.autotp_size"]),
         ({"tensor_parallel": {"tp": {"tp_size": 2}}}, ["tensor_parallel.tp.tp_size"]),
         ({"wall_clock_breakdown": True}, ["wall_clock_breakdown"]),

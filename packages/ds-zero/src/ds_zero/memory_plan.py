@@ -52,7 +52,7 @@ def plan_memory(
 ) -> MemoryPlan:
     """Predict a step of one micro-batch, before :func:`ds_zero.shard`; the model may be on meta.
 
-    Blocks that :func:`ds_zero.recompute` has wrapped recompute here too. Communication scratch does not count.
+    Blocks that :func:`ds_zero.recompute` has wrapped recompute here too. Communication scratch is left out.
 
     Args:
         model: the model, left as it is.

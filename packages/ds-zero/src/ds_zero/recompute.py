@@ -133,7 +133,13 @@ def wrapped(
     block: nn.Module, policy: str, *, stow: Stow = Stowed, queue: Queue | None = None
 ) -> Callable[..., Any]:
     """A forward for ``block`` that keeps what ``policy`` says."""
-    inner = block.forward
+    return keeping(block.forward, policy, stow=stow, queue=queue)
+
+
+def keeping(
+    inner: Callable[..., Any], policy: str, *, stow: Stow = Stowed, queue: Queue | None = None
+) -> Callable[..., Any]:
+    """A function like ``inner`` that keeps what ``policy`` says and recomputes the rest in backward."""
     saved = {
         "full": None,
         "selective": _keeps_wide,

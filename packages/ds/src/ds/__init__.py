@@ -39,6 +39,8 @@ def __getattr__(name: str) -> Any:
         value = getattr(importlib.import_module(_HOME[name]), name)
         globals()[name] = value
         return value
+    if name == "checkpointing":
+        return importlib.import_module("ds.checkpointing")
     if name in _PACKAGES:
         try:
             return importlib.import_module(_PACKAGES[name])
@@ -53,4 +55,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted([*__all__, *_PACKAGES])
+    return sorted([*__all__, *_PACKAGES, "checkpointing"])

@@ -120,6 +120,12 @@ class OffloadParamConfig(Section):
     nvme_path: str | None = Field(default=None, description="folder for the files, on a local disk")
 
 
+class RecomputeConfig(Section):
+    """``activation_checkpointing``: how ds.checkpointing.checkpoint keeps inputs."""
+
+    cpu_checkpointing: bool = Field(default=False, description="keep inputs in CPU memory")
+
+
 class ZeroConfig(Section):
     """``zero_optimization``: what is sharded."""
 
@@ -199,6 +205,9 @@ class Config(Section):
     )
     data_types: DataTypesConfig = Field(
         default=DataTypesConfig(), description="dtypes of gradients and modules"
+    )
+    activation_checkpointing: RecomputeConfig = Field(
+        default=RecomputeConfig(), description="for models that call ds.checkpointing.checkpoint"
     )
     zero_optimization: ZeroConfig = Field(default=ZeroConfig(), description="what is sharded over the ranks")
 

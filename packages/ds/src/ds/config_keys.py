@@ -27,6 +27,10 @@ class Refused(NamedTuple):
 # Keys that need nothing here, because ds does it always or in another way. Path -> what happens instead.
 ACCEPTED: dict[str, str] = {
     "allgather_size": "gathers go by unit",
+    "activation_checkpointing.contiguous_memory_optimization": "the allocator keeps freed memory",
+    "activation_checkpointing.number_checkpoints": "inputs are kept as they come",
+    "activation_checkpointing.profile": "torch.profiler shows the recomputation",
+    "activation_checkpointing.synchronize_checkpoint_boundary": "nothing waits for the device",
     "checkpoint.checkpoint_serialization": "nothing is pickled",
     "checkpoint.tag_validation": "there are no checkpoints yet",
     "checkpoint.use_node_local_storage": "there are no checkpoints yet",
@@ -165,16 +169,8 @@ TENSOR_PARALLEL = _off(
 
 # Path -> what is refused. Tuples are several values that ask for nothing; the first is DeepSpeed's default.
 REFUSED: dict[str, Refused] = {
-    "activation_checkpointing": Refused(
-        {
-            "partition_activations": False,
-            "number_checkpoints": OPEN,
-            "contiguous_memory_optimization": False,
-            "synchronize_checkpoint_boundary": False,
-            "profile": False,
-            "cpu_checkpointing": False,
-        },
-        "call torch.utils.checkpoint in the model",
+    "activation_checkpointing.partition_activations": Refused(
+        False, "it needs tensor parallelism; ds_zero.recompute(partition=...) takes any group of ranks"
     ),
     "amp": Refused(OPEN, 'use {"bf16": {"enabled": true}}'),
     "autotuning": Refused(AUTOTUNING, "choose the batch sizes yourself"),

@@ -13,6 +13,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Dataset
 
 import ds_comm
+from ds import checkpointing
 from ds.config import Config, ConfigError, solve_batch
 from ds.config_reader import read_config
 from ds.engine import Engine
@@ -80,6 +81,8 @@ def initialize(  # noqa: PLR0917 -- DeepSpeed's signature
     world = ds_comm.init()
     parsed = read_config(source, data_parallel_size=world.world_size)
     batch = solve_batch(parsed, world.world_size)
+    if parsed.activation_checkpointing.cpu_checkpointing:
+        checkpointing.configure(checkpoint_in_cpu=True)
     built = _optimizer(parsed, optimizer, model_parameters, model)
     scheduler = _scheduler(parsed, lr_scheduler, built)
     engine = Engine(model, built, scheduler, config=parsed, batch=batch)
