@@ -9,9 +9,10 @@ from ds_zero.optimizer import ShardedOptimizer
 from ds_zero.recompute import Recompute, recompute
 from ds_zero.recompute_plan import RecomputePlan
 from ds_zero.shard import BUCKET_NUMEL, close, full_state_dict, gathered, is_sharded, no_sync, shard
-from ds_zero.whole_tensors import read_whole, write_whole
+from ds_zero.whole_tensors import owner_of, read_whole, write_whole
 
 __all__ = [
+    "owner_of",
     "what_fits",
     "plan_memory",
     "plan_batch",

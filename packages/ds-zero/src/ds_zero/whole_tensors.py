@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from ds_zero.engine import Engine, engine_of
+from ds_zero.engine import PARAMETER_ATTRIBUTE, Engine, engine_of
 from ds_zero.errors import ZeroError
 from ds_zero.gradients import FlatGradients
 from ds_zero.layout import Slot
@@ -62,6 +62,20 @@ def write_whole(model: nn.Module, name: str, value: torch.Tensor, what: str = PA
         _write_gradient(gradient, slot, value * engine.scaler.scale)
     else:
         _write_state(engine, slot, what, value)
+
+
+def owner_of(parameter: nn.Parameter) -> tuple[nn.Module, str]:
+    """The sharded model that ``parameter`` belongs to, and its name there.
+
+    Raises:
+        ZeroError: it lies in no sharded model.
+    """
+    reference = getattr(parameter, PARAMETER_ATTRIBUTE, None)
+    engine: Engine | None = reference() if reference is not None else None
+    for name, own in engine.model.named_parameters() if engine is not None else ():
+        if engine is not None and own is parameter:
+            return engine.model, name
+    raise ZeroError(f"this parameter of shape {tuple(parameter.shape)} is not in a sharded model")
 
 
 def _find(engine: Engine, name: str) -> tuple[FlatGradients, Slot]:

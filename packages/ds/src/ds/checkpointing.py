@@ -49,8 +49,8 @@ def configure(  # noqa: PLR0917 -- DeepSpeed's signature
     """
     if partition_activations:
         raise ConfigError(
-            "partition_activations: not yet supported by ds 0.1; ds_zero.recompute(partition=...) cuts inputs "
-            "up over any group of ranks"
+            "partition_activations: not yet supported by ds 0.1; ds_zero.recompute(partition=...) cuts "
+            "inputs up over any group of ranks"
         )
     in_cpu = checkpoint_in_cpu
     if in_cpu is None and deepspeed_config is not None:
