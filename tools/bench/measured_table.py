@@ -63,7 +63,7 @@ class MeasuredTable:
             if "error" in mine[0]:
                 lines.append([system, f"error: {mine[0]['error'].strip().splitlines()[-1]}"])
                 continue
-            by_metric = {row["metric"]: row for row in mine}
+            by_metric = {row["metric"]: row for row in mine if "metric" in row}
             cells = [system]
             for metric, (_, form, _) in self._formats.items():
                 row = by_metric.get(metric)
