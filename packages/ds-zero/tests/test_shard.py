@@ -66,11 +66,11 @@ def test_an_optimizer_that_has_stepped_is_refused():
         ds_zero.shard(model, optimizer)
 
 
-def test_a_closure_and_a_late_parameter_group_are_refused():
+def test_a_closure_and_a_group_of_strangers_are_refused():
     _, optimizer = sharded()
     with pytest.raises(ds_zero.ZeroError, match="closure"):
         optimizer.step(lambda: 0.0)
-    with pytest.raises(ds_zero.ZeroError, match="parameter group"):
+    with pytest.raises(ValueError, match=r"of shape \(1,\) is not of the sharded model"):
         optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))]})
 
 

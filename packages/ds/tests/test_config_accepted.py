@@ -7,6 +7,7 @@ import torch
 
 import ds
 from ds.config_reader import read_config
+from ds_zero.engine import engine_of
 
 BATCH = {"train_batch_size": 4, "gradient_clipping": 0}
 
@@ -66,11 +67,13 @@ def test_gradients_are_summed_in_the_dtype_asked_for(bf16, dtype):
     assert engine.was_step_applied()
 
 
-def test_bf16_sums_need_bf16_parameters():
-    with pytest.raises(
-        ds.ConfigError, match=r"communication_data_type: bf16 is not yet supported .* fp32 parameters"
-    ):
-        read_config(BATCH | {"communication_data_type": "bf16"})
+def test_fp32_parameters_can_send_narrow_gradients():
+    config = BATCH | {"communication_data_type": "bf16", "optimizer": {"type": "SGD", "params": {"lr": 0.5}}}
+    engine = ds.initialize(model=torch.nn.Linear(3, 1), config=config)[0]
+    precision = engine_of(engine.module).options.precision
+    assert (precision.param, precision.grad, precision.reduce) == ("fp32", "bf16", "bf16")
+    engine.backward(engine(torch.ones(4, 3)).sum())
+    engine.step()
 
 
 def test_arguments_that_torch_cannot_use_are_named():
