@@ -7,7 +7,7 @@ One process and thread, systems in turn, medians over rounds. Cases:
 - step: AdamW on fp32 gradients. The limit is the time this machine needs to move the 28 bytes per parameter
   that such a step reads and writes, at the speed of an addition in place. ds also takes the norm of the
   gradient; DeepSpeed's CPUAdam and torch's fused AdamW step one flat tensor.
-- files: one file written and read whole. The limit is fio with the same unbuffered access on the same disk.
+- files: one file written over and read whole. The limit is fio with the same unbuffered access on the disk.
 - step from files: the optimizer's states in files; MB/s of what is read and written in the step.
 """
 
@@ -65,6 +65,7 @@ path, num_bytes = sys.argv[1], int(sys.argv[2])
 handle = aio.aio_handle(8 << 20, 8, False, True, 2)
 buffer = handle.new_cpu_locked_tensor(num_bytes, torch.empty(0, dtype=torch.uint8))
 result = []
+handle.sync_pwrite(buffer, path, 0)
 for move in (handle.sync_pwrite, handle.sync_pread):
     began = time.perf_counter()
     move(buffer, path, 0)
@@ -171,7 +172,7 @@ def _fio(folder: Path, num_bytes: int) -> tuple[dict[str, float], str]:
     if shutil.which("fio") is None:
         return {}, "fio is not installed"
     values = {}
-    for kind in ("write", "read"):
+    for kind in ("write", "write", "read"):
         command = ["fio", "--name=x", f"--directory={folder}", f"--rw={kind}", "--direct=1", "--bs=8M"]
         command += [f"--size={num_bytes}", "--ioengine=psync", "--numjobs=2", "--thread", "--group_reporting"]
         command += ["--output-format=json", "--filename=fio.bin", "--offset_increment=50%", "--io_size=50%"]
@@ -187,7 +188,11 @@ def _swap(folder: Path, num_bytes: int) -> dict[str, float]:
     store.create("x", num_bytes)
     buffer = store.buffer(num_bytes, torch.uint8).fill_(1)
     values = {}
-    for name, move in (("write", store.write_async), ("read", store.read_async)):
+    for name, move in (
+        ("write", store.write_async),
+        ("write", store.write_async),
+        ("read", store.read_async),
+    ):
         began_s = time.perf_counter()
         move("x", buffer).wait()
         values[name] = num_bytes / 1e6 / (time.perf_counter() - began_s)

@@ -127,3 +127,26 @@ def test_no_larger_micro_batch_would_fit(share, world_size, per_sample, fixed, b
 def test_a_batch_that_does_not_divide_is_refused():
     with pytest.raises(ValueError, match="a batch of 7 does not divide by 2 ranks"):
         ds_zero.plan_batch(7, world_size=2, budget_bytes=1, total_bytes=lambda _: 1)
+
+
+@pytest.mark.parametrize(
+    "homes",
+    [
+        {"optimizer": "cpu"},
+        {"optimizer": "cpu", "gradients": "cpu", "parameters": "cpu"},
+        {"optimizer": "file", "gradients": "file", "parameters": "file"},
+    ],
+)
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_what_offload_moves_is_planned(homes, precision, tmp_path):
+    model, inputs = Perceptron(), (torch.randn(16, 24),)
+    offload = ds_zero.Offload(path=str(tmp_path), **homes)
+    settings = {"stage": 3, "precision": precision, "offload": offload}
+    planned = ds_zero.plan_bytes(model, odd_optimizer(model), world_size=1, **settings)
+    *_, held = measured(model, inputs, settings)
+    for component in ("parameters", "gradients", "optimizer", "buffers"):
+        assert planned[component] == held[component], component
+    if "file" in homes.values():
+        assert 0 < held["host"] <= planned["host"]
+    else:
+        assert planned["host"] == held["host"]

@@ -6,15 +6,18 @@ import torch
 from torch import nn
 
 import ds_spec
-from ds_zero.config import Precision, ZeroOptions, check_options, fp32_modules
+from ds_zero.config import Offload, Precision, ZeroOptions, check_options, fp32_modules
 from ds_zero.engine import engine_of
 from ds_zero.flat_plan import FlatSpec, plan_flats
+from ds_zero.homes import leaving
 from ds_zero.layout import FlatLayout, plan_flat_layout
 from ds_zero.reducer import MAX_IN_FLIGHT
 from ds_zero.states import trial_state
 from ds_zero.units import merge_small_units, plan_units
 
-COMPONENTS = ("parameters", "gradients", "optimizer", "gathered", "buckets", "buffers")
+COMPONENTS = ("parameters", "gradients", "optimizer", "gathered", "buckets", "buffers", "host")
+# Staging buffers beside files: one in use, one being read, one being written.
+NUM_STAGING = 3
 FP32_BYTES = 4
 
 
@@ -23,7 +26,8 @@ def held_bytes(model: nn.Module) -> dict[str, int]:
 
     ``gradients`` are what stays between backward and step: the full buffer at stages 0 and 1, the reduced
     slice above; ``buckets`` are full buffers that stages 2 and 3 reuse during backward; ``optimizer`` are
-    master weights and the state the optimizer made; ``gathered`` is what stage 3 holds for a while.
+    master weights and the state the optimizer made; ``gathered`` is what stage 3 holds for a while; ``host``
+    is what offload keeps on the CPU, staging buffers of files among it.
     """
     engine = engine_of(model)
     seen: set[int] = set()
@@ -46,6 +50,9 @@ def held_bytes(model: nn.Module) -> dict[str, int]:
         if isinstance(value, torch.Tensor) and value.dim()
     ]
     held["optimizer"] = _bytes([*masters, *tensors], seen)
+    if engine.options.offload.optimizer == "device":
+        held["optimizer"] += sum(flat.states.nbytes for flat in engine.flats if flat.states is not None)
+    held["host"] = engine.ledger.held.get("host", 0)
     held["buffers"] = _bytes(model.buffers(), seen)
     return {component: held[component] for component in COMPONENTS}
 
@@ -75,6 +82,7 @@ def plan_bytes(
     stage: int,
     world_size: int,
     precision: str | Precision = "fp32",
+    offload: Offload | None = None,
     units: Sequence[str] | None = None,
     max_gathered_units: int = 2,
     bucket_numel: int = 1 << 22,
@@ -86,6 +94,7 @@ def plan_bytes(
     options = check_options(
         stage=stage,
         precision=precision,
+        offload=offload,
         clip_norm=None,
         units=units,
         max_gathered_units=max_gathered_units,
@@ -115,6 +124,7 @@ def plan_bytes(
     stepped = [layout.padded_numel if stage == 0 else layout.shard_numel for layout in masters]
     planned["optimizer"] = sum(stepped) * FP32_BYTES
     planned["optimizer"] += _state_bytes([layout for _, layout in trained], optimizer, stage)
+    _move_off(planned, flats, optimizer, options)
     planned["buffers"] = _bytes(model.buffers(), set())
     return planned
 
@@ -181,6 +191,33 @@ def _bucket_bytes(trained: Flats, options: ZeroOptions) -> int:
         sizes[num_bytes] = sizes.get(num_bytes, 0) + 1
     # Reductions in flight and the flat being filled hold one buffer each, of their size.
     return sum(num_bytes * min(count, MAX_IN_FLIGHT + 1) for num_bytes, count in sizes.items())
+
+
+def _move_off(
+    planned: dict[str, int], flats: Flats, optimizer: torch.optim.Optimizer | None, options: ZeroOptions
+) -> None:
+    """Count on the host what offload takes off the device; of files only the staging buffers."""
+    offload, stage = options.offload, options.stage
+    itemsize = (
+        sum(value.element_size() for _, value in trial_state(optimizer)) if optimizer is not None else 0
+    )
+    leaves = leaving([sum(s.numel for s in lay.slots) * spec.trainable for spec, lay in flats], offload.ratio)
+    places: dict[str, list[int]] = {"cpu": [], "file": []}
+    for (spec, layout), leaving_here in zip(flats, leaves, strict=True):
+        stepped = layout.padded_numel if stage == 0 else layout.shard_numel
+        if offload.optimizer != "device" and spec.trainable and leaving_here:
+            places[offload.optimizer].append(stepped * (FP32_BYTES + itemsize))
+            master = stepped * FP32_BYTES if spec.dtype is not torch.float32 else 0
+            elements = sum(slot.numel for slot in layout.slots) if stage == 0 else _stepped_numel([layout], 0)
+            planned["optimizer"] -= master + elements * itemsize
+        if offload.gradients != "device" and spec.trainable:
+            places[offload.gradients].append(layout.shard_numel * FP32_BYTES)
+            planned["gradients"] -= _gradient_bytes(spec, layout, options)
+        if offload.parameters != "device":
+            places[offload.parameters].append(layout.shard_numel * spec.dtype.itemsize)
+            planned["parameters"] -= layout.shard_numel * spec.dtype.itemsize
+    planned["optimizer"] = max(0, planned["optimizer"])
+    planned["host"] = sum(places["cpu"]) + NUM_STAGING * max(places["file"], default=0)
 
 
 def _state_bytes(trained: Sequence[FlatLayout], optimizer: torch.optim.Optimizer | None, stage: int) -> int:

@@ -13,7 +13,7 @@ from torch.func import functional_call
 
 from ds_zero.accounting import COMPONENTS, plan_bytes
 from ds_zero.casting import cast_floating, map_tensors
-from ds_zero.config import DTYPES, Precision, check_precision
+from ds_zero.config import DTYPES, Offload, Precision, check_precision
 from ds_zero.live_storages import LiveStorages
 from ds_zero.recompute import recompute
 
@@ -49,6 +49,7 @@ def plan_memory(
     stage: int,
     world_size: int,
     precision: str | Precision = "fp32",
+    offload: Offload | None = None,
 ) -> MemoryPlan:
     """Predict a step of one micro-batch, before :func:`ds_zero.shard`; the model may be on meta.
 
@@ -62,11 +63,14 @@ def plan_memory(
         stage: 0 to 3.
         world_size: ranks.
         precision: as for :func:`ds_zero.shard`.
+        offload: as for :func:`ds_zero.shard`.
 
     Returns:
         The plan; see :func:`what_fits` for others.
     """
-    components = plan_bytes(model, optimizer, stage=stage, world_size=world_size, precision=precision)
+    components = plan_bytes(
+        model, optimizer, stage=stage, world_size=world_size, precision=precision, offload=offload
+    )
     held, peak = activation_bytes(model, inputs, loss=loss, precision=precision)
     return MemoryPlan(components=components, held_activation_bytes=held, peak_activation_bytes=peak)
 
