@@ -7,6 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
+from torch.nn import functional as F
 
 import ds_zero
 from ds_zero.live_storages import LiveStorages
@@ -27,7 +28,27 @@ class Perceptron(nn.Module):
         return self.head(x).square().mean()
 
 
+class Attention(nn.Module):
+    """A block of a GPT with its head, as torch writes it."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(40, 32)
+        self.blocks = nn.ModuleList(
+            nn.TransformerEncoderLayer(32, 2, 64, dropout=0.0, batch_first=True, norm_first=True)
+            for _ in range(2)
+        )
+        self.head = nn.Linear(32, 40)
+
+    def forward(self, tokens):
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return F.cross_entropy(self.head(x).flatten(0, 1), tokens.flatten())
+
+
 MODELS = {
+    "attention": (Attention, lambda: (torch.randint(0, 40, (3, 10)),)),
     "odd": (OddModel, lambda: (odd_batches(1, batch_size=6)[0],)),
     "odd, recomputed": (lambda: OddModel(recompute=True), lambda: (odd_batches(1, batch_size=6)[0],)),
     "perceptron": (Perceptron, lambda: (torch.randn(16, 24),)),

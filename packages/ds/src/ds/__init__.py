@@ -4,6 +4,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from ds.batch_fit import fit_batch
     from ds.config import ConfigError
     from ds.engine import Engine
     from ds.entry import add_config_arguments, init_distributed, initialize
@@ -14,6 +15,7 @@ _HOME = {
     "ConfigError": "ds.config",
     "Engine": "ds.engine",
     "add_config_arguments": "ds.entry",
+    "fit_batch": "ds.batch_fit",
     "init_distributed": "ds.entry",
     "initialize": "ds.entry",
 }
@@ -31,7 +33,15 @@ _PACKAGES = {
     "zero": "ds_zero",
 }
 
-__all__ = ["ConfigError", "Engine", "__version__", "add_config_arguments", "init_distributed", "initialize"]
+__all__ = [
+    "ConfigError",
+    "Engine",
+    "__version__",
+    "add_config_arguments",
+    "fit_batch",
+    "init_distributed",
+    "initialize",
+]
 
 
 def __getattr__(name: str) -> Any:
