@@ -30,8 +30,8 @@ def fit_batch(
     """Fill in ``train_micro_batch_size_per_gpu`` and ``gradient_accumulation_steps``.
 
     The largest micro-batch that divides ``train_batch_size`` and whose predicted bytes fit is taken; nothing
-    is allocated. Call it before :func:`ds.initialize`, with blocks wrapped by ``ds_zero.recompute`` already if
-    they are to be.
+    is allocated. Call it before :func:`ds.initialize`, and after ``ds_zero.recompute`` if blocks are to be
+    wrapped.
 
     Args:
         config: with ``train_batch_size``; the other two sizes in it are not looked at.
