@@ -1,6 +1,7 @@
 """Precision, offload and optimizers: every option gives the same bits at every stage, and the right ones."""
 
 import os
+import subprocess
 
 import pytest
 import torch
@@ -441,3 +442,28 @@ def test_secondary_shards_change_no_bit_and_keep_backward_within_the_node():
 def test_reaches_without_sense_are_refused(stage, reach, text):
     with pytest.raises(ValueError, match=text):
         ds_zero.shard(OddModel(), stage=stage, reach=ds_zero.Reach(**reach))
+
+
+def fill_the_disk(folder):
+    import ds_comm
+
+    ds_comm.init()
+    model = OddModel()
+    offload = Offload(optimizer="file", path=str(folder))
+    ds_zero.shard(model, odd_optimizer(model), stage=3, offload=offload)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may mount")
+def test_a_full_disk_is_an_error_on_all_ranks_before_the_first_step(tmp_path):
+    mount = ["mount", "-t", "tmpfs", "-o", "size=128k", "none", str(tmp_path)]
+    if subprocess.run(mount, check=False).returncode:
+        pytest.skip("mounting is not allowed here")
+    try:
+        with pytest.raises(RankFailedError) as failure:
+            run_ranks(fill_the_disk, 2, tmp_path)
+        assert set(failure.value.errors) == {0, 1}
+        for text in failure.value.errors.values():
+            assert "bytes needed" in text
+            assert str(tmp_path) in text
+    finally:
+        subprocess.run(["umount", "-l", str(tmp_path)], check=True)
