@@ -1,4 +1,4 @@
-"""One swap file: its room on the disk, and reads and writes of memory past the page cache, checked in length."""
+"""A swap file: its room on the disk, and reads and writes past the page cache, checked for their length."""
 
 import ctypes
 import errno
@@ -53,7 +53,7 @@ class DirectAccess:
 class SwapFile:
     """A file of fixed length with all its room on the disk.
 
-    It is opened for each transfer, which costs microseconds and lets any number of files share few descriptors.
+    It is opened for each transfer: that costs microseconds, and no number of files runs out of descriptors.
 
     Args:
         path: of a file that is not there yet.

@@ -75,7 +75,7 @@ os.register_at_fork(after_in_child=_leave_all)
 
 
 def _lock(folder: Path) -> int:
-    """Put a lock file into ``folder`` that nobody ever sees unlocked; its descriptor, which holds the lock."""
+    """Put a lock file into ``folder`` that nobody ever sees unlocked; the descriptor that holds the lock."""
     making = folder / f"{LOCK}.making"
     descriptor = None
     try:
