@@ -212,3 +212,13 @@ def test_buffers_are_aligned_and_pinning_that_fails_is_said_once(store, monkeypa
         assert buffer.shape == (numel,)
         assert numel == 0 or buffer.data_ptr() % 4096 == 0
     assert [record.message.count("cannot lock memory") for record in caplog.records] == [1]
+
+
+def test_buffers_outlive_the_store_and_share_nothing(tmp_path):
+    store = SwapStore(tmp_path, rank=0)
+    first, second = (store.buffer(1_000_003, torch.float32).fill_(value) for value in (1, 2))
+    part = first[-5:]
+    store.close()
+    del first, store
+    second.fill_(3)
+    assert part.tolist() == [1.0] * 5
