@@ -3,7 +3,6 @@
 import fcntl
 import logging
 import os
-import secrets
 import shutil
 import time
 import weakref
@@ -38,7 +37,7 @@ class SwapFolder:
 
     def __init__(self, parent: str | Path, *, rank: int) -> None:
         base = Path(os.path.realpath(Path(parent).expanduser()))
-        self.path = base / f"{PREFIX}{os.getpid()}-{rank}-{secrets.token_hex(4)}"
+        self.path = base / f"{PREFIX}{os.getpid()}-{rank}-{os.urandom(4).hex()}"
         try:
             base.mkdir(parents=True, exist_ok=True)
             remove_stale(base)
