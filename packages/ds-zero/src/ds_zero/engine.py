@@ -367,9 +367,11 @@ class Engine:
                 flat.restore()
                 for parameter in flat.parameters:
                     delattr(parameter, PARAMETER_ATTRIBUTE)
-        self.homes.close()
-        del self.model.zero_grad
-        object.__delattr__(self.model, ATTRIBUTE)
+        try:
+            self.homes.close()
+        finally:  # a write that nobody waited for may have failed
+            del self.model.zero_grad
+            object.__delattr__(self.model, ATTRIBUTE)
 
 
 def engine_of(model: nn.Module) -> Engine:
